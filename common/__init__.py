@@ -1,0 +1,1 @@
+"""Helpers shared by the trainers: Atari environments, a vector environment, prioritised sampling."""

@@ -1,0 +1,381 @@
+"""n_envs environments stepped by n_workers processes: PAAC's n_e and n_w (Clemente et al. 2017, sec. 3).
+
+A process per environment is slower than no process at all where a step is cheap: waking 32 processes costs more
+than 32 CartPole steps. So every worker steps a share of the environments; observations, rewards and flags lie in
+shared memory, and one message a worker wakes it and one says that it is done.
+
+    envs = make_vec_env("HalfCheetah-v5", n_envs=32, n_workers=2)     # Atari ids go to ALE's own threads
+    envs = VecEnv([lambda: gym.make("CartPole-v1")] * 32, n_workers=2)
+
+Workers are spawned, so a script that uses them keeps its top level under `if __name__ == "__main__":`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import RawArray
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import CloudpickleWrapper, batch_space, concatenate
+
+from common.atari import SCREEN, STACK, is_atari, make_atari_env, make_atari_vec_env
+
+ARRAY_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+
+
+class WorkerError(RuntimeError):
+    """An environment failed or its worker died; the message names both."""
+
+
+class VecEnv(VectorEnv):
+    """A vector environment that gives the numbers of `gymnasium.vector.SyncVectorEnv`, seed for seed.
+
+    An environment that ends is reset in the same step (`AutoresetMode.SAME_STEP`): the returned observation is
+    the next episode's first, the last one stands in `info["final_obs"][i]` and its info in
+    `info["final_info"][i]`. Other infos of the environments are not passed on: they would cost more than the
+    steps. An environment that raises, or whose observation or reward is not finite, raises `WorkerError`.
+
+    Args:
+        env_fns: one function per environment, each makes it. Called in the worker, the first one also here.
+        n_workers: processes; environments are shared out evenly, the first ones take what is left over.
+            0 steps all of them in the calling process.
+        copy: whether `reset` and `step` return observations of their own; False returns the shared arrays,
+            which the next call overwrites.
+
+    Raises:
+        ValueError: no environments, fewer of them than workers, or a space without fixed size.
+    """
+
+    def __init__(self, env_fns: Sequence[Callable[[], gym.Env]], n_workers: int = 0, copy: bool = True) -> None:
+        self.num_envs, self.copy = len(env_fns), copy
+        if self.num_envs < 1:
+            raise ValueError("at least one environment is needed")
+        if not 0 <= n_workers <= self.num_envs:
+            raise ValueError(f"{n_workers} workers for {self.num_envs} environments")
+        env = env_fns[0]()  # for its spaces; it may raise before any process is started
+        try:
+            self.spec, self.metadata = env.spec, {**env.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
+            self.single_observation_space, self.single_action_space = env.observation_space, env.action_space
+        finally:
+            env.close()
+        for space in (self.single_observation_space, self.single_action_space):
+            if not isinstance(space, ARRAY_SPACES):
+                raise ValueError(f"the space {space} is not supported")
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+
+        memory = _Memory(self.num_envs, self.single_observation_space, self.single_action_space)
+        arrays = memory.arrays()
+        self._observations, self._final_observations, self._actions = arrays[:3]
+        self._rewards, self._terminations, self._truncations = arrays[3:]
+        parts = max(n_workers, 1)
+        bounds = [k * (self.num_envs // parts) + min(k, self.num_envs % parts) for k in range(parts + 1)]
+        self._shares = [range(bounds[k], bounds[k + 1]) for k in range(parts)]
+        self._share, self._workers, self._connections = None, [], []
+        self._stop_workers = weakref.finalize(self, _stop, self._workers, self._connections)
+        if n_workers == 0:
+            self._share = _Share(self._shares[0], memory)
+            self._run("make", [(env_fns,)])
+            return
+        context = multiprocessing.get_context("spawn")
+        for k, share in enumerate(self._shares):
+            ours, theirs = context.Pipe()
+            fns = CloudpickleWrapper([env_fns[i] for i in share])
+            worker = context.Process(
+                target=_work, args=(fns, share, memory, theirs), name=f"vec-env-worker-{k}", daemon=True
+            )
+            worker.start()
+            theirs.close()  # the worker's death must read as the end of the pipe
+            self._workers.append(worker)
+            self._connections.append(ours)
+        for k in range(n_workers):
+            self._receive(k)  # every environment is made
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Reset all environments: environment i with seed + i, or with the i-th of a list of seeds."""
+        if options is not None and "reset_mask" in options:
+            raise ValueError("reset_mask is not supported: environments are reset in the step that ends them")
+        if seed is None:
+            seeds = [None] * self.num_envs
+        else:
+            seeds = [seed + i for i in range(self.num_envs)] if np.isscalar(seed) else list(seed)
+        if len(seeds) != self.num_envs:
+            raise ValueError(f"{len(seeds)} seeds for {self.num_envs} environments")
+        self._run("reset", [([seeds[i] for i in share], options) for share in self._shares])
+        return self._output(), {}
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """Step all environments with actions (n_envs, ...); rewards are (n_envs,) float64, flags are bool."""
+        actions = np.asarray(actions)
+        if actions.shape != self._actions.shape:
+            raise ValueError(f"actions of shape {actions.shape}, expected {self._actions.shape}")
+        self._actions[...] = actions
+        infos = [ended for answer in self._run("step", None) for ended in answer]
+        terminations, truncations = self._terminations.copy(), self._truncations.copy()
+        info: dict[str, Any] = {}
+        dones = terminations | truncations
+        if dones.any():
+            info = {"final_obs": np.full(self.num_envs, None, dtype=object), "_final_obs": dones}
+            for i in np.flatnonzero(dones):
+                info["final_obs"][i] = self._final_observations[i].copy()
+        for i, final_info in infos:
+            info = self._add_info(info, {"final_info": final_info}, i)
+        return self._output(), self._rewards.copy(), terminations, truncations, info
+
+    def _output(self) -> np.ndarray:
+        return self._observations.copy() if self.copy else self._observations
+
+    def _run(self, method: str, arguments: list | None) -> list:
+        """Call a method of every share and return what each returned."""
+        if self.closed:
+            raise gym.error.ClosedEnvironmentError("the vector environment is closed")
+        if self._share is not None:
+            try:
+                return [getattr(self._share, method)(*(arguments[0] if arguments else ()))]
+            except Exception as error:
+                raise WorkerError(f"environment {self._share.current} of {self._name()} failed: {error!r}") from error
+        for k, connection in enumerate(self._connections):
+            try:
+                connection.send_bytes(pickle.dumps((method, arguments[k])) if arguments else b"")
+            except OSError:
+                pass  # the worker is dead; _receive says so
+        return [self._receive(k) for k in range(len(self._connections))]
+
+    def _receive(self, k: int) -> list:
+        """The answer of worker k: what ended in this step. Raises what went wrong there."""
+        try:
+            answer = self._connections[k].recv_bytes()
+        except (EOFError, OSError):
+            self._workers[k].join(timeout=1)
+            code, share = self._workers[k].exitcode, self._shares[k]
+            where = f"worker {k} (environments {share[0]} to {share[-1]} of {self._name()})"
+            self.close()
+            raise WorkerError(f"{where} died with exit code {code}") from None
+        if not answer:
+            return []
+        answer = pickle.loads(answer)
+        if isinstance(answer, _Failure):
+            self.close()
+            raise WorkerError(f"worker {k}, environment {answer.env} of {self._name()} failed:\n{answer.traceback}")
+        return answer
+
+    def _name(self) -> str:
+        return self.spec.id if self.spec is not None else "an unregistered environment"
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Close the environments and end the workers; one that does not end by itself within 2 s is killed."""
+        if self._share is not None:
+            self._share.close()
+        self._stop_workers()
+
+
+class _Failure:
+    """What a worker sends when an environment raised: its index and the traceback as text."""
+
+    def __init__(self, env: int, traceback: str) -> None:
+        self.env, self.traceback = env, traceback
+
+
+class _Memory:
+    """Shared memory for one step of all environments. Anonymous, so that no exit of any process can leak it."""
+
+    def __init__(self, n_envs: int, observation_space: gym.Space, action_space: gym.Space) -> None:
+        self.observation_space = observation_space
+        observations = (n_envs, *observation_space.shape), observation_space.dtype
+        actions = (n_envs, *action_space.shape), action_space.dtype
+        flags = (n_envs,), np.dtype(np.bool_)
+        self.layout = [observations, observations, actions, ((n_envs,), np.dtype(np.float64)), flags, flags]
+        self.raw = [RawArray("B", max(1, math.prod(shape) * dtype.itemsize)) for shape, dtype in self.layout]
+
+    def arrays(self) -> list[np.ndarray]:
+        """Observations, final observations, actions, rewards, terminations and truncations, (n_envs, ...) each."""
+        return [
+            np.frombuffer(raw, dtype, math.prod(shape)).reshape(shape)
+            for raw, (shape, dtype) in zip(self.raw, self.layout, strict=True)
+        ]
+
+
+class _Share:
+    """The environments of one worker, and the part of the shared memory that they write."""
+
+    def __init__(self, share: range, memory: _Memory) -> None:
+        self.share, self.current = share, share[0]  # `current` says where an exception came from
+        self.envs, self.space = [], memory.observation_space
+        arrays = [array[share.start : share.stop] for array in memory.arrays()]
+        self.observations, self.final_observations, self.actions = arrays[:3]
+        self.rewards, self.terminations, self.truncations = arrays[3:]
+
+    def make(self, env_fns: Sequence[Callable[[], gym.Env]]) -> list:
+        for self.current, env_fn in zip(self.share, env_fns, strict=True):
+            self.envs.append(env_fn())
+        return []
+
+    def reset(self, seeds: list[int | None], options: dict[str, Any] | None) -> list:
+        observations = []
+        for self.current, env, seed in zip(self.share, self.envs, seeds, strict=True):
+            observations.append(env.reset(seed=seed, options=options)[0])
+        self._write(observations)
+        return []
+
+    def step(self) -> list[tuple[int, dict]]:
+        """Step every environment; returns (index, final info) of those that ended and had one to give."""
+        ended, observations, rewards, terminations, truncations = [], [], [], [], []
+        for i, (env, action) in enumerate(zip(self.envs, self.actions.copy(), strict=True)):
+            self.current = self.share[i]
+            obs, reward, terminated, truncated, info = env.step(action)
+            if terminated or truncated:
+                self.final_observations[i] = obs
+                if info:
+                    ended.append((self.current, info))
+                obs, _ = env.reset()
+            observations.append(obs)
+            rewards.append(reward)
+            terminations.append(terminated)
+            truncations.append(truncated)
+        self.rewards[:], self.terminations[:], self.truncations[:] = rewards, terminations, truncations
+        self._check_finite("reward", self.rewards)
+        self._write(observations)
+        return ended
+
+    def _write(self, observations: list) -> None:
+        concatenate(self.space, observations, self.observations)
+        self._check_finite("observation", self.observations)
+
+    def _check_finite(self, what: str, array: np.ndarray) -> None:
+        """A NaN in one environment would make every parameter NaN at the next update."""
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            bad = ~np.isfinite(array).reshape(len(array), -1).all(axis=1)
+            self.current = self.share[int(bad.argmax())]
+            raise FloatingPointError(f"the {what} is not finite: {array[bad.argmax()]}")
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
+
+
+def _work(env_fns: CloudpickleWrapper, share: range, memory: _Memory, connection: Connection) -> None:
+    """A worker's life: make the environments, then step or reset them until the pipe ends."""
+    os.setsid()  # Ctrl-C and `timeout` signal the whole group; only the parent shall answer
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # even in the middle of a step
+    environments = _Share(share, memory)
+    try:
+        answer = environments.make(env_fns.fn)
+        while True:
+            connection.send_bytes(pickle.dumps(answer) if answer else b"")
+            request = connection.recv_bytes()
+            if request:
+                method, arguments = pickle.loads(request)
+                answer = getattr(environments, method)(*arguments)
+            else:
+                answer = environments.step()
+    except (EOFError, ConnectionError):
+        pass  # the parent closed the pipe, or is gone
+    except Exception:
+        connection.send_bytes(pickle.dumps(_Failure(environments.current, traceback.format_exc())))
+    finally:
+        environments.close()
+
+
+def _stop(workers: list, connections: list) -> None:
+    """End the workers: the end of the pipe tells them. Whoever is still busy after 2 s is killed."""
+    for connection in connections:
+        connection.close()
+    deadline = time.monotonic() + 2
+    for worker in workers:
+        worker.join(timeout=max(0, deadline - time.monotonic()))
+        if worker.is_alive():
+            worker.kill()
+            worker.join()
+
+
+def find_spec(env_id: str) -> EnvSpec:
+    """The registered environment of an id; `module:Id` imports the module first, which registers it.
+
+    Raises:
+        gymnasium.error.Error: no such id, with the nearest one. ImportError: no such module.
+    """
+    if ":" in env_id:
+        module, env_id = env_id.split(":", 1)
+        importlib.import_module(module)
+    return gym.spec(env_id)
+
+
+def make_env(spec: EnvSpec, env_kwargs: dict | None = None, render_mode: str | None = None) -> gym.Env:
+    """One environment as trainers want it: observations are vectors or (4, 84, 84) uint8 images, actions are
+    Discrete from 0 or Box.
+
+    Discrete observations become one-hot vectors, a Dict of one Box becomes that Box, images are greyed, resized
+    and stacked, other arrays are flattened. Atari games: see `common.atari`.
+
+    Raises:
+        ValueError: an observation or action space of another kind.
+    """
+    if is_atari(spec):
+        return make_atari_env(spec.id, env_kwargs, render_mode)
+    env = gym.make(spec, render_mode=render_mode, disable_env_checker=True, **(env_kwargs or {}))
+    space = env.observation_space
+    if isinstance(space, spaces.Dict) and len(space) == 1:
+        (key,) = space
+        space = space[key]
+        env = gym.wrappers.TransformObservation(env, lambda obs: obs[key], space)
+    if is_image(space):
+        if len(space.shape) == 3:
+            env = gym.wrappers.GrayscaleObservation(env)
+        env = gym.wrappers.ResizeObservation(env, (SCREEN, SCREEN))
+        env = gym.wrappers.FrameStackObservation(env, STACK, padding_type="zero")
+    elif isinstance(space, spaces.Discrete) or (isinstance(space, spaces.Box) and len(space.shape) != 1):
+        env = gym.wrappers.FlattenObservation(env)
+    elif not isinstance(space, spaces.Box):
+        raise ValueError(f"{spec.id} has the observation space {space}; Box, Discrete or a Dict of one Box is needed")
+    actions = env.action_space
+    if not isinstance(actions, spaces.Discrete | spaces.Box):
+        raise ValueError(f"{spec.id} has the action space {actions}; Discrete or Box is needed")
+    if isinstance(actions, spaces.Discrete) and actions.start != 0:
+        start = actions.start
+        env = gym.wrappers.TransformAction(env, lambda action: action + start, spaces.Discrete(actions.n))
+    return env
+
+
+def is_image(space: gym.Space) -> bool:
+    """Whether observations are pictures: uint8, height x width with 1 or 3 colours or none."""
+    return (
+        isinstance(space, spaces.Box)
+        and space.dtype == np.uint8
+        and (len(space.shape) == 2 or (len(space.shape) == 3 and space.shape[2] in (1, 3)))
+    )
+
+
+def make_vec_env(env_id: str, n_envs: int, n_workers: int = 0, env_kwargs: dict | None = None) -> VectorEnv:
+    """A vector environment for any Gymnasium id, reset in the step that ends an episode (SAME_STEP).
+
+    Atari ids: ALE's vector environment with `n_workers` threads (0: one a core). All others: `VecEnv` with
+    `n_workers` processes (0: none), each environment made by `make_env`. Observations that `step` returns may be
+    overwritten by the next call.
+
+    Raises:
+        gymnasium.error.Error, ImportError: no such environment. ValueError: a space that trainers cannot take,
+            or options that the environment does not know.
+    """
+    spec = find_spec(env_id)
+    if is_atari(spec):
+        return make_atari_vec_env(spec.id, n_envs, n_workers, env_kwargs)
+    return VecEnv([functools.partial(make_env, spec, env_kwargs)] * n_envs, n_workers, copy=False)
