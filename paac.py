@@ -33,10 +33,13 @@ if __name__ == "__main__":  # OpenMP's threads would go on spinning between forw
 import ctypes
 import dataclasses
 import json
+import math
+import re
 import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -51,38 +54,36 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from common.atari import is_atari
-from common.vec_env import find_spec, make_env, make_vec_env
+from common.vec_env import WorkerError, find_spec, make_env, make_vec_env
 
 SCRIPT = "paac"
 LOG_INTERVAL = 100  # updates between two points in TensorBoard
 
-# Which constants hold for which kind of task; a flag overrides any of them. "paper": sec. 5.1. "code": what the
-# released code sets otherwise. "vector": found on CartPole, Acrobot, Pendulum and HalfCheetah; the paper's serve
-# rewards in [-1, 1] and convolutions.
-PAPER = {
-    "total_steps": 115_000_000,  # N_max
-    "t_max": 5,
-    "learning_rate_per_env": 0.0007,  # α = 0.0007 n_e
-    "gamma": 0.99,
-    "entropy_coef": 0.01,  # β
-    "value_coef": 0.25,
-    "max_grad_norm": 40.0,
-    "rms_decay": 0.99,
-    "rms_eps": 0.1,  # ε
-    "clip_rewards": True,  # to [-1, 1], for learning only
+# Which constants hold for which kind of task; a flag overrides any of them.
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {  # sec. 5.1, Atari
+        "total_steps": 115_000_000,  # N_max
+        "n_envs": 32,  # n_e
+        "t_max": 5,
+        "learning_rate_per_env": 0.0007,  # α = 0.0007 n_e
+        "gamma": 0.99,
+        "entropy_coef": 0.01,  # β
+        "value_coef": 0.25,
+        "max_grad_norm": 40.0,
+        "rms_decay": 0.99,
+        "rms_eps": 0.1,  # ε
+        "clip_rewards": True,  # to [-1, 1], for learning only
+        "reward_scale": 1.0,
+    }
 }
-PRESETS = {
-    "paper": PAPER,
-    "code": PAPER | {"total_steps": 80_000_000, "entropy_coef": 0.02, "max_grad_norm": 3.0},
-    "vector": PAPER
-    | {
-        "total_steps": 1_000_000,
-        "t_max": 8,
-        "learning_rate_per_env": 0.0001,
-        "max_grad_norm": 0.5,
-        "rms_eps": 1e-5,
-        "clip_rewards": False,
-    },
+# What the paper's released code sets otherwise.
+PRESETS["code"] = PRESETS["paper"] | {"total_steps": 80_000_000, "entropy_coef": 0.02, "max_grad_norm": 3.0}
+# Vectors, ours: the paper's, but for rewards of any size and tasks that are learned in minutes.
+PRESETS["vector"] = PRESETS["paper"] | {
+    "total_steps": 1_000_000,
+    "n_envs": 16,
+    "clip_rewards": False,
+    "reward_scale": 0.1,
 }
 
 
@@ -113,8 +114,8 @@ class Args:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the network is; auto: CUDA where there is any"""
 
-    n_envs: int = 32
-    """n_e: environments"""
+    n_envs: int | None = None
+    """n_e: environments (default: preset)"""
     n_workers: int | None = None
     """n_w: threads (Atari) or processes (the rest) that step them; 0: no processes; default: 8 or the cores"""
     arch: Literal["auto", "nips", "nature", "mlp"] = "auto"
@@ -137,6 +138,8 @@ class Args:
     """ε inside RMSProp's root (default: preset)"""
     clip_rewards: bool | None = None
     """learn from rewards clipped to [-1, 1] (default: preset)"""
+    reward_scale: float | None = None
+    """learn from rewards times this (default: preset)"""
 
 
 # ---------------------------------------------------------------------------------------------------- network
@@ -150,8 +153,33 @@ def mlp(n_inputs: int, n_outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(n_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, n_outputs))
 
 
+class RunningNorm(nn.Module):
+    """(x - mean) / std over every vector seen so far, clipped to ±10: for vectors what /255 is for images.
+
+    The statistics change only in `update` and belong to the state that checkpoints save.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("var", torch.ones(size))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def update(self, x: Tensor) -> None:
+        """Merge the vectors x, (..., size), into the mean and the (population) variance."""
+        x = x.flatten(0, -2)
+        total = self.count + len(x)
+        weight, delta = (len(x) / total).float(), x.mean(0) - self.mean
+        self.var += weight * (x.var(0, unbiased=False) - self.var + (1 - weight) * delta**2)
+        self.mean += weight * delta
+        self.count.copy_(total)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10)
+
+
 class ActorCritic(nn.Module):
-    """π(a|s; θ) and V(s; θ). Images: one trunk, two linear heads. Vectors: two MLPs.
+    """π(a|s; θ) and V(s; θ). Images: one trunk, two linear heads. Vectors: normalised, then two MLPs.
 
     Initial weights are PyTorch's own, U(±1/√fan_in): the same as Torch7's, which PAAC and A3C used.
     """
@@ -161,13 +189,19 @@ class ActorCritic(nn.Module):
         self.discrete = isinstance(action_space, spaces.Discrete)
         n_outputs = int(action_space.n) if self.discrete else action_space.shape[0]
         if arch == "nips":  # (n, 4, 84, 84) → 16x20x20 → 32x9x9 → 256
-            layers = [*conv(4, 16, 8, 4), *conv(16, 32, 4, 2), nn.Flatten(), nn.Linear(2592, 256), nn.ReLU(inplace=True)]
+            layers = [
+                *conv(4, 16, 8, 4),
+                *conv(16, 32, 4, 2),
+                nn.Flatten(),
+                nn.Linear(2592, 256),
+                nn.ReLU(inplace=True),
+            ]
         elif arch == "nature":  # (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7 → 512
             layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1)]
             layers += [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(inplace=True)]
         if arch == "mlp":
             n_inputs = observation_space.shape[0]
-            self.trunk, self.policy, self.value = nn.Identity(), mlp(n_inputs, n_outputs), mlp(n_inputs, 1)
+            self.trunk, self.policy, self.value = RunningNorm(n_inputs), mlp(n_inputs, n_outputs), mlp(n_inputs, 1)
         else:
             self.trunk = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # 1.6 times faster on CPU
             self.policy = nn.Linear(layers[-2].out_features, n_outputs)
@@ -266,74 +300,70 @@ def to_env(actions: Tensor, space: gym.Space) -> np.ndarray:
 def train(args: Args, checkpoint: dict | None = None) -> int:
     """Algorithm 1, from the start or from a checkpoint. Returns the exit status.
 
-    Raises: see `make_vec_env`; WorkerError; FloatingPointError where the loss or its gradient is not finite.
+    Raises: WorkerError: an environment failed. FloatingPointError: the loss or its gradient is not finite.
     """
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
     envs = make_vec_env(args.env_id, args.n_envs, args.n_workers, json.loads(args.env_kwargs))
-    run = Run(args, checkpoint)
     model = ActorCritic(envs.single_observation_space, envs.single_action_space, args.arch).to(device)
     optimizer = RMSProp(model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, initial_square=1.0)
-    run.restore(model, optimizer)
+    run = Run(args, model, optimizer, checkpoint)
     step = run.step
-
     shape = (args.t_max, args.n_envs)
     rewards, dones = np.zeros(shape, np.float32), np.zeros(shape, np.bool_)
     obs = to_device(envs.reset(seed=args.seed + step)[0], device)
     while step < args.total_steps and not run.stopped:  # l. 3, 20
-        outputs, values, actions, final_values = [], [], [], torch.zeros(shape, device=device)
+        observations, outputs, values, actions = [], [], [], []
+        final_values = torch.zeros(shape, device=device)
         for t in range(args.t_max):  # l. 4
             # θ does not change within a rollout: this forward pass is kept and serves the backward pass as well
-            output, value = model(obs)
-            action = model.distribution(output.detach()).sample()  # l. 5, 6
+            output, value = model(obs)  # l. 6
+            action = model.distribution(output.detach()).sample()  # l. 5
+            for items, item in zip((observations, outputs, values, actions), (obs, output, value, action), strict=True):
+                items.append(item)
             obs, reward, terminated, truncated, info = envs.step(to_env(action, envs.single_action_space))  # l. 7-10
-            rewards[t] = np.clip(reward, -1, 1) if args.clip_rewards else reward
+            obs = to_device(obs, device)
+            rewards[t] = np.clip(reward, -1, 1) if args.clip_rewards else reward * args.reward_scale
             dones[t] = terminated | truncated
             if truncated.any():  # a time limit ends the episode but not the return
                 final_obs = to_device(np.stack(info["final_obs"][truncated]), device)
                 with torch.no_grad():
                     final_values[t, to_device(truncated, device)] = model(final_obs)[1]
-            obs = to_device(obs, device)
-            outputs.append(output)
-            values.append(value)
-            actions.append(action)
             run.count_episodes(reward, dones[t])
         with torch.no_grad():
             bootstrap = model(obs)[1]  # l. 12
-        returns = n_step_returns(
-            to_device(rewards, device), to_device(dones, device), final_values, bootstrap, args.gamma
-        )  # l. 13-15
+        R = n_step_returns(to_device(rewards, device), to_device(dones, device), final_values, bootstrap, args.gamma)
         policy = model.distribution(torch.stack(outputs))
         log_probs, entropies = policy.log_prob(torch.stack(actions)), policy.entropy()
         loss, policy_loss, value_loss = paac_loss(
-            log_probs, entropies, torch.stack(values), returns, args.entropy_coef, args.value_coef
+            log_probs, entropies, torch.stack(values), R, args.entropy_coef, args.value_coef
         )
-        step += args.n_envs * args.t_max  # l. 19
         optimizer.zero_grad()
         loss.backward()  # l. 16, 17
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         if not torch.isfinite(grad_norm):
             raise FloatingPointError(f"step {step}: the loss is {loss.item()}, its gradient's norm {grad_norm.item()}")
+        step += args.n_envs * args.t_max  # l. 19
         optimizer.param_groups[0]["lr"] = linear_decay(args.learning_rate, step, args.total_steps)
         optimizer.step()  # l. 18
-
-        if run.count_update(step):
-            run.log("losses/policy_loss", policy_loss)
-            run.log("losses/value_loss", value_loss)
-            run.log("losses/entropy", entropies.mean())
-            run.log("losses/grad_norm", grad_norm)
-            run.log("charts/learning_rate", optimizer.param_groups[0]["lr"])
-        if run.checkpoint_due():
-            run.save(model, optimizer)
+        if isinstance(model.trunk, RunningNorm):
+            model.trunk.update(torch.stack(observations))
+        run.count_update(
+            step,
+            {
+                "losses/policy_loss": policy_loss,
+                "losses/value_loss": value_loss,
+                "losses/entropy": entropies.mean(),
+                "losses/grad_norm": grad_norm,
+                "charts/learning_rate": optimizer.param_groups[0]["lr"],
+            },
+        )
     envs.close()
-    run.save(model, optimizer)
-    return run.finish(model)
+    return run.finish()
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A tensor of a numpy array; float64 becomes float32. May share the array's memory on the CPU."""
-    tensor = torch.from_numpy(array)
-    return tensor.to(device, torch.float32 if tensor.dtype == torch.float64 else tensor.dtype)
+    return torch.from_numpy(array).to(device)
 
 
 # ------------------------------------------------------------------------------- run directory and evaluation
@@ -346,88 +376,79 @@ class UsageError(Exception):
 class Run:
     """What surrounds the algorithm: run directory, TensorBoard, checkpoints, summary, progress and signals."""
 
-    def __init__(self, args: Any, checkpoint: dict | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds, which no worker process needs to spend
+    def __init__(self, args: Any, model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: dict | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second, which no worker process needs to spend
 
-        self.args, self.dir, self.checkpoint = args, Path(args.run_dir), checkpoint
-        past = checkpoint or {"step": 0, "updates": 0, "episodes": 0, "wall_seconds": 0.0, "returns": []}
-        self.step, self.updates, self.episodes = past["step"], past["updates"], past["episodes"]
-        self.returns, self.past_seconds = deque(past["returns"], maxlen=100), past["wall_seconds"]
+        self.args, self.model, self.optimizer, self.dir = args, model, optimizer, Path(args.run_dir)
+        self.step = self.updates = self.episodes = 0
+        self.wall_seconds, self.returns = 0.0, deque(maxlen=100)  # of the last 100 episodes
+        if checkpoint:
+            load_model(model, checkpoint)
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            torch.set_rng_state(checkpoint["torch_rng"])
+            if checkpoint["cuda_rng"] is not None and args.device == "cuda":
+                torch.cuda.set_rng_state(checkpoint["cuda_rng"])
+            self.step, self.updates, self.episodes = (checkpoint[key] for key in ("step", "updates", "episodes"))
+            self.wall_seconds = checkpoint["wall_seconds"]
+            self.returns.extend(checkpoint["returns"])
         self.finished: list[tuple[float, int]] = []  # (return, length) of episodes since the last point
         self.running_return, self.running_length = np.zeros(args.n_envs), np.zeros(args.n_envs, np.int64)
         self.first_step = self.saved_step = self.logged_step = self.printed_step = self.step
         self.started = self.logged_time = self.printed_time = time.monotonic()
         self.signal = 0
-        self.handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        (self.dir / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        write_json(self.dir / "args.json", dataclasses.asdict(args))
         self.writer = SummaryWriter(str(self.dir), purge_step=self.step)
         self.bar = tqdm(
             total=args.total_steps, initial=self.step, unit="step", unit_scale=True, disable=not sys.stderr.isatty()
         )
 
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self.signal = number  # training stops after this update and saves; a second signal ends it at once
+        signal.signal(number, signal.SIG_DFL)
+
     @property
     def stopped(self) -> bool:
         return self.signal != 0
 
-    def _on_signal(self, number: int, frame: Any) -> None:
-        self.signal = number  # the loop ends after this update and saves; a second signal does what it always does
-        for s, handler in self.handlers.items():
-            signal.signal(s, handler)
-
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Parameters, optimiser and random generators of the checkpoint, where there is one."""
-        if self.checkpoint is None:
-            return
-        load_model(model, self.checkpoint)
-        optimizer.load_state_dict(self.checkpoint["optimizer"])
-        torch.set_rng_state(self.checkpoint["torch_rng"])
-        if torch.cuda.is_available() and self.checkpoint["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(self.checkpoint["cuda_rng"])
-
     def count_episodes(self, rewards: np.ndarray, dones: np.ndarray) -> None:
-        """Raw rewards and ends of one step of all environments."""
+        """Take note of one step of all environments: raw rewards, and where an episode ended."""
         self.running_return += rewards
         self.running_length += 1
         for i in np.flatnonzero(dones):
-            self.returns.append(float(self.running_return[i]))
-            self.finished.append((self.returns[-1], int(self.running_length[i])))
+            self.finished.append((float(self.running_return[i]), int(self.running_length[i])))
+            self.returns.append(self.finished[-1][0])
             self.episodes += 1
             self.running_return[i] = self.running_length[i] = 0
 
-    def count_update(self, step: int) -> bool:
-        """Note the progress; whether this update is one that TensorBoard shows."""
+    def count_update(self, step: int, scalars: dict[str, Any]) -> None:
+        """Take note of an update; now and then show the progress, log the scalars and write a checkpoint."""
         self.bar.update(step - self.step)
-        self.step, self.updates, now = step, self.updates + 1, time.monotonic()
-        if self.updates % LOG_INTERVAL:
-            return False
-        if self.finished:
-            self.log("charts/episodic_return", np.mean([r for r, _ in self.finished]))
-            self.log("charts/episodic_length", np.mean([n for _, n in self.finished]))
-            self.finished.clear()
-        self.log("charts/SPS", (step - self.logged_step) / (now - self.logged_time))
-        self.logged_step, self.logged_time = step, now
-        mean = f"{np.mean(self.returns):.2f}" if self.returns else "-"
-        self.bar.set_postfix_str(f"return {mean}", refresh=False)
-        if self.bar.disable and now - self.printed_time > 30:
-            speed = (step - self.printed_step) / (now - self.printed_time)
-            left = tqdm.format_interval((self.args.total_steps - step) / speed)
-            print(
-                f"step {step:,} of {self.args.total_steps:,}, {speed:,.0f} steps/s, return {mean}, {left} left",
-                flush=True,
-            )
-            self.printed_step, self.printed_time = step, now
-        return True
+        self.step, self.updates = step, self.updates + 1
+        if self.updates % LOG_INTERVAL == 0:
+            now = time.monotonic()
+            scalars["charts/SPS"] = (step - self.logged_step) / (now - self.logged_time)
+            self.logged_step, self.logged_time = step, now
+            if self.finished:
+                scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(self.finished, axis=0)
+                self.finished.clear()
+            for tag, value in scalars.items():
+                self.writer.add_scalar(tag, value.item() if isinstance(value, Tensor) else value, step)
+            mean = f"{np.mean(self.returns):.2f}" if self.returns else "-"
+            self.bar.set_postfix_str(f"return {mean}", refresh=False)
+            if self.bar.disable and now - self.printed_time > 30:
+                speed = (step - self.printed_step) / (now - self.printed_time)
+                left = tqdm.format_interval((self.args.total_steps - step) / speed)
+                print(
+                    f"step {step:,} of {self.args.total_steps:,}, {speed:,.0f} steps/s, return {mean}, {left} left",
+                    flush=True,
+                )
+                self.printed_step, self.printed_time = step, now
+        if step - self.saved_step >= self.args.checkpoint_interval:
+            self.save()
 
-    def log(self, tag: str, value: Any) -> None:
-        self.writer.add_scalar(tag, value.item() if isinstance(value, Tensor) else value, self.step)
-
-    def checkpoint_due(self) -> bool:
-        return self.step - self.saved_step >= self.args.checkpoint_interval
-
-    def wall_seconds(self) -> float:
-        return self.past_seconds + time.monotonic() - self.started
-
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def save(self) -> None:
         """Write checkpoint.pt beside the old one and rename it, so that a kill at any instant leaves a whole one."""
         state = {
             "script": SCRIPT,
@@ -436,9 +457,9 @@ class Run:
             "updates": self.updates,
             "episodes": self.episodes,
             "returns": list(self.returns),
-            "wall_seconds": self.wall_seconds(),
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
+            "wall_seconds": self.wall_seconds + time.monotonic() - self.started,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "torch_rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state() if self.args.device == "cuda" else None,
         }
@@ -450,34 +471,26 @@ class Run:
         temporary.replace(self.dir / "checkpoint.pt")
         self.saved_step = self.step
 
-    def finish(self, model: nn.Module) -> int:
-        """Evaluate, write summary.json and return the exit status."""
+    def finish(self) -> int:
+        """Save, evaluate, write summary.json and return the exit status: 0, or 128 + the signal that stopped it."""
         self.bar.close()
+        self.save()
         seconds, result = time.monotonic() - self.started, None
         if not self.stopped and self.args.eval_episodes:
-            result = evaluate(self.args, model, lambda: self.stopped)
+            result = evaluate(self.args, self.model, lambda: self.stopped)
         if result is not None:
-            self.log("eval/return_mean", result["mean"])
+            self.writer.add_scalar("eval/return_mean", result["mean"], self.step)
+        self.writer.close()
+        summary = {"script": SCRIPT, "env_id": self.args.env_id, "seed": self.args.seed, "steps": self.step}
+        summary |= {"episodes": self.episodes, "wall_seconds": round(self.wall_seconds + seconds, 1)}
+        summary |= {"steps_per_second": round((self.step - self.first_step) / seconds, 1)}
+        summary |= {"return_last_100": float(np.mean(self.returns)) if self.returns else None}
         write_json(
             self.dir / "summary.json",
-            {
-                "script": SCRIPT,
-                "env_id": self.args.env_id,
-                "seed": self.args.seed,
-                "steps": self.step,
-                "episodes": self.episodes,
-                "wall_seconds": round(self.past_seconds + seconds, 1),
-                "steps_per_second": round((self.step - self.first_step) / seconds, 1),
-                "return_last_100": float(np.mean(self.returns)) if self.returns else None,
-                "status": "interrupted" if self.stopped else "completed",
-                "eval": result,
-            },
+            summary | {"status": "interrupted" if self.stopped else "completed", "eval": result},
         )
         if self.args.record and not self.stopped:
-            record(self.args, model, lambda: self.stopped)
-        self.writer.close()
-        for s, handler in self.handlers.items():
-            signal.signal(s, handler)
+            record(self.args, self.model, lambda: self.stopped)
         return 128 + self.signal if self.stopped else 0
 
 
@@ -488,22 +501,21 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def load_checkpoint(flag: str, run_dir: str) -> dict:
-    """The checkpoint of a run directory of this script. Runs no code that the file may hold.
+    """The checkpoint of a run directory of this script; runs no code that the file may hold.
 
     Raises:
         UsageError: there is none, it is damaged, or another script wrote it.
     """
     path = Path(run_dir) / "checkpoint.pt"
     if not path.is_file():
-        raise UsageError(f"{flag}: {run_dir} holds no checkpoint.pt")
+        raise UsageError(f"{flag} {run_dir}: it holds no checkpoint.pt")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         script = checkpoint["script"]
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"{flag}: {path} is damaged or no checkpoint: {reason}") from error
+        raise UsageError(f"{flag} {run_dir}: checkpoint.pt is damaged or not a checkpoint") from error
     if script != SCRIPT:
-        raise UsageError(f"{flag}: {path} was written by {script}.py, not by {SCRIPT}.py")
+        raise UsageError(f"{flag} {run_dir}: checkpoint.pt was written by {script}.py, not by {SCRIPT}.py")
     return checkpoint
 
 
@@ -511,37 +523,34 @@ def load_model(model: nn.Module, checkpoint: dict) -> None:
     try:
         model.load_state_dict(checkpoint["model"])
     except RuntimeError as error:
-        raise UsageError(
-            "the checkpoint's network has another shape; was --arch or the environment changed?"
-        ) from error
+        raise UsageError("the checkpoint holds another network: --arch or the environment has changed") from error
 
 
 @torch.no_grad()
-def evaluate(args: Any, model: nn.Module, stopped: Any = lambda: False) -> dict | None:
+def evaluate(args: Any, model: nn.Module, stopped: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
     """Play `eval_episodes` episodes in parallel, one per environment, with sampled actions; their raw returns.
 
-    None when interrupted.
+    Starts are seeded apart from those of training. None when stopped.
     """
-    n = args.eval_episodes
+    n, device = args.eval_episodes, torch.device(args.device)
     envs = make_vec_env(args.env_id, n, min(args.n_workers, n), json.loads(args.env_kwargs))
-    obs = envs.reset(seed=args.seed + 1_000_000_000)[0]  # starts that training has not seen
-    returns, running = np.zeros(n), np.ones(n, np.bool_)
+    obs, returns, running = envs.reset(seed=args.seed + 1_000_000_000)[0], np.zeros(n), np.ones(n, np.bool_)
     while running.any() and not stopped():
-        action = model.distribution(model(to_device(obs, torch.device(args.device)))[0]).sample()
+        action = model.distribution(model(to_device(obs, device))[0]).sample()
         obs, reward, terminated, truncated, _ = envs.step(to_env(action, envs.single_action_space))
         returns += reward * running
         running &= ~(terminated | truncated)
     envs.close()
     if running.any():
         return None
-    low, high = float(returns.min()), float(returns.max())
-    print(f"{n} episodes: {returns.mean():.2f} ± {returns.std():.2f}, from {low:.2f} to {high:.2f}", flush=True)
-    return {"episodes": n, "mean": float(returns.mean()), "std": float(returns.std()), "min": low, "max": high}
+    result = {"episodes": n} | {name: float(getattr(returns, name)()) for name in ("mean", "std", "min", "max")}
+    print("{episodes} episodes: {mean:.2f} ± {std:.2f}, from {min:.2f} to {max:.2f}".format(**result), flush=True)
+    return result
 
 
 @torch.no_grad()
-def record(args: Any, model: nn.Module, stopped: Any = lambda: False, max_frames: int = 3000) -> None:
-    """Play one episode with sampled actions and write agent.gif into the run directory."""
+def record(args: Any, model: nn.Module, stopped: Callable[[], bool] = lambda: False, max_frames: int = 3000) -> None:
+    """Play one episode with sampled actions and write its first frames as agent.gif into the run directory."""
     env = make_env(find_spec(args.env_id), json.loads(args.env_kwargs), render_mode="rgb_array")
     obs, done, frames, score = env.reset(seed=args.seed + 1_000_000_000)[0], False, [], 0.0
     while not done and not stopped():
@@ -550,18 +559,35 @@ def record(args: Any, model: nn.Module, stopped: Any = lambda: False, max_frames
         action = model.distribution(model(to_device(obs[None], torch.device(args.device)))[0]).sample()
         obs, reward, terminated, truncated, _ = env.step(to_env(action, env.action_space)[0])
         score, done = score + float(reward), terminated or truncated
-    fps = 15 if is_atari(env.spec) else env.metadata.get("render_fps", 30)
+    fps = 15 if is_atari(env.spec) else env.metadata.get("render_fps", 30)  # an Atari step is 4 frames of 60 a second
     env.close()
     path = Path(args.run_dir) / "agent.gif"
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=round(1000 / fps), loop=0)
     print(f"{path}: an episode of return {score:.2f}", flush=True)
 
 
+def evaluate_run(args: Args, checkpoint: dict) -> int:
+    """--evaluate: the result goes into the run's summary.json."""
+    torch.manual_seed(args.seed)
+    env = make_env(find_spec(args.env_id), json.loads(args.env_kwargs))
+    model = ActorCritic(env.observation_space, env.action_space, args.arch).to(args.device)
+    env.close()
+    load_model(model, checkpoint)
+    path = Path(args.run_dir) / "summary.json"
+    if args.eval_episodes:
+        result = evaluate(args, model)
+        summary = json.loads(path.read_text()) if path.exists() else {"script": SCRIPT, "env_id": args.env_id}
+        write_json(path, summary | {"eval": result})
+    if args.record:
+        record(args, model)
+    return 0
+
+
 # ------------------------------------------------------------------------------------------------------- main
 
 
 def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
-    """Arguments, complete and checked, and the checkpoint that --resume or --evaluate names.
+    """The arguments, complete and checked, and the checkpoint that --resume or --evaluate names.
 
     Raises:
         UsageError: an argument that cannot work. Nothing has been started or written by then.
@@ -572,36 +598,33 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     if folder := args.resume or args.evaluate:
         flag = "--resume" if args.resume else "--evaluate"
         checkpoint = load_checkpoint(flag, folder)
+        own = {"run_dir": folder, "record": False, "resume": None, "evaluate": None, "device": "auto"}
         try:
-            past = Args(**checkpoint["args"] | {"run_dir": folder, "record": False, "resume": None, "evaluate": None})
+            past = Args(**checkpoint["args"] | own)
         except TypeError as error:
-            raise UsageError(f"{flag}: {folder} is from another version of {SCRIPT}.py: {error}") from error
-        args = tyro.cli(Args, args=argv, default=past, description=__doc__)
-        if args.env_id != past.env_id:
-            raise UsageError(f"{flag}: {folder} was trained on {past.env_id}, not on --env-id {args.env_id}")
-        if args.run_dir != folder:
-            raise UsageError(f"{flag} goes on in {folder}; --run-dir has no place beside it")
-
+            raise UsageError(f"{flag} {folder}: it is from another version of {SCRIPT}.py: {error}") from error
+        args = tyro.cli(Args, args=argv, default=past)  # flags that are given override the run's own
+        for name in ("env_id", "run_dir"):
+            if (value := getattr(args, name)) != (its := getattr(past, name)):
+                raise UsageError(f"--{name.replace('_', '-')} {value}: {flag} {folder} has {its}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: no CUDA device is available")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: no CUDA device is available")
     try:
-        env_kwargs = json.loads(args.env_kwargs)
-        if not isinstance(env_kwargs, dict):
-            raise ValueError("not an object")
-    except ValueError as error:
-        raise UsageError(f"--env-kwargs {args.env_kwargs} is no JSON object such as '{{\"key\": 1}}'") from error
+        env_kwargs = dict(json.loads(args.env_kwargs))
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"--env-kwargs {args.env_kwargs}: a JSON object is needed") from error
     try:
         env = make_env(find_spec(args.env_id), env_kwargs, "rgb_array" if args.record else None)
     except Exception as error:
         raise UsageError(f"--env-id {args.env_id}: {error}") from error
-    if args.record:
-        try:
+    try:
+        if args.record:
             env.reset()
             env.render()
-        except Exception as error:
-            raise UsageError(f"--record: {args.env_id} cannot be drawn here: {error}") from error
+    except Exception as error:
+        raise UsageError(f"--record: {args.env_id} cannot be drawn here: {error}") from error
     env.close()
 
     images = len(env.observation_space.shape) == 3
@@ -609,41 +632,29 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
         args.preset = "paper" if images else "vector"
     if args.arch == "auto":
         args.arch = "nips" if images else "mlp"
-    elif (args.arch != "mlp") != images:
-        raise UsageError(
-            f"--arch {args.arch} does not fit {args.env_id}, whose observations are {env.observation_space}"
-        )
+    if (args.arch == "mlp") == images:
+        raise UsageError(f"--arch {args.arch} does not fit the observations of {args.env_id}: {env.observation_space}")
     for name, value in PRESETS[args.preset].items():
-        if name == "learning_rate_per_env":
-            name, value = "learning_rate", value * args.n_envs
-        if getattr(args, name) is None:
+        if hasattr(args, name) and getattr(args, name) is None:
             setattr(args, name, value)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if args.learning_rate is None:
+        args.learning_rate = PRESETS[args.preset]["learning_rate_per_env"] * args.n_envs
     if args.n_workers is None:
-        args.n_workers = min(8, cores, args.n_envs)
-    for name, low, high in (
-        ("total_steps", 1, None),
-        ("checkpoint_interval", 1, None),
-        ("seed", 0, 2**31 - 1),
-        ("eval_episodes", 0, None),
-        ("n_envs", 1, None),
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        args.n_workers = max(0, min(8, cores, args.n_envs))
+    for names, low, high in (
+        ("total_steps checkpoint_interval n_envs t_max", 1, math.inf),
+        ("eval_episodes learning_rate entropy_coef value_coef max_grad_norm rms_eps", 0, math.inf),
+        ("gamma rms_decay", 0, 1),
+        ("seed", 0, 1_000_000_000),
         ("n_workers", 0, args.n_envs),
-        ("t_max", 1, None),
-        ("learning_rate", 0, None),
-        ("gamma", 0, 1),
-        ("entropy_coef", 0, None),
-        ("value_coef", 0, None),
-        ("max_grad_norm", 0, None),
-        ("rms_decay", 0, 1),
-        ("rms_eps", 0, None),
     ):
-        value = getattr(args, name)
-        if not value >= low or (high is not None and value > high):
-            allowed = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise UsageError(f"--{name.replace('_', '-')} {value}: must be {allowed}")
+        for name in names.split():
+            if not low <= getattr(args, name) <= high:
+                raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must lie in [{low}, {high}]")
     if checkpoint is None:
-        name = f"{args.env_id.replace('/', '-').replace(':', '-')}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        args.run_dir = args.run_dir or str(Path("runs") / name)
+        name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        args.run_dir = args.run_dir or str(Path("runs") / re.sub(r"[^\w.-]", "-", name))
         try:
             Path(args.run_dir).mkdir(parents=True)
         except OSError as error:
@@ -659,11 +670,10 @@ def main(argv: list[str] | None = None) -> int:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 25)
     try:
         args, checkpoint = parse(argv)
-        if not args.evaluate:
-            return train(args, checkpoint)
-    except UsageError as error:
+        return evaluate_run(args, checkpoint) if args.evaluate else train(args, checkpoint)
+    except (UsageError, WorkerError, FloatingPointError) as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, UsageError) else 1
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ Workers are spawned, so a script that uses them keeps its top level under `if __
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import math
@@ -153,10 +154,8 @@ class VecEnv(VectorEnv):
             except Exception as error:
                 raise WorkerError(f"environment {self._share.current} of {self._name()} failed: {error!r}") from error
         for k, connection in enumerate(self._connections):
-            try:
+            with contextlib.suppress(OSError):  # the worker is dead; _receive says so
                 connection.send_bytes(pickle.dumps((method, arguments[k])) if arguments else b"")
-            except OSError:
-                pass  # the worker is dead; _receive says so
         return [self._receive(k) for k in range(len(self._connections))]
 
     def _receive(self, k: int) -> list:
@@ -320,8 +319,8 @@ def find_spec(env_id: str) -> EnvSpec:
 
 
 def make_env(spec: EnvSpec, env_kwargs: dict | None = None, render_mode: str | None = None) -> gym.Env:
-    """One environment as trainers want it: observations are vectors or (4, 84, 84) uint8 images, actions are
-    Discrete from 0 or Box.
+    """One environment as trainers want it: observations are float32 vectors or (4, 84, 84) uint8
+    images, actions are Discrete from 0 or Box.
 
     Discrete observations become one-hot vectors, a Dict of one Box becomes that Box, images are greyed, resized
     and stacked, other arrays are flattened. Atari games: see `common.atari`.
@@ -342,9 +341,12 @@ def make_env(spec: EnvSpec, env_kwargs: dict | None = None, render_mode: str | N
             env = gym.wrappers.GrayscaleObservation(env)
         env = gym.wrappers.ResizeObservation(env, (SCREEN, SCREEN))
         env = gym.wrappers.FrameStackObservation(env, STACK, padding_type="zero")
-    elif isinstance(space, spaces.Discrete) or (isinstance(space, spaces.Box) and len(space.shape) != 1):
-        env = gym.wrappers.FlattenObservation(env)
-    elif not isinstance(space, spaces.Box):
+    elif isinstance(space, spaces.Box | spaces.Discrete):
+        if isinstance(space, spaces.Discrete) or len(space.shape) != 1:
+            env = gym.wrappers.FlattenObservation(env)
+        if env.observation_space.dtype != np.float32:
+            env = gym.wrappers.DtypeObservation(env, np.float32)
+    else:
         raise ValueError(f"{spec.id} has the observation space {space}; Box, Discrete or a Dict of one Box is needed")
     actions = env.action_space
     if not isinstance(actions, spaces.Discrete | spaces.Box):
@@ -368,8 +370,7 @@ def make_vec_env(env_id: str, n_envs: int, n_workers: int = 0, env_kwargs: dict 
     """A vector environment for any Gymnasium id, reset in the step that ends an episode (SAME_STEP).
 
     Atari ids: ALE's vector environment with `n_workers` threads (0: one a core). All others: `VecEnv` with
-    `n_workers` processes (0: none), each environment made by `make_env`. Observations that `step` returns may be
-    overwritten by the next call.
+    `n_workers` processes (0: none), each environment made by `make_env`.
 
     Raises:
         gymnasium.error.Error, ImportError: no such environment. ValueError: a space that trainers cannot take,
@@ -378,4 +379,4 @@ def make_vec_env(env_id: str, n_envs: int, n_workers: int = 0, env_kwargs: dict 
     spec = find_spec(env_id)
     if is_atari(spec):
         return make_atari_vec_env(spec.id, n_envs, n_workers, env_kwargs)
-    return VecEnv([functools.partial(make_env, spec, env_kwargs)] * n_envs, n_workers, copy=False)
+    return VecEnv([functools.partial(make_env, spec, env_kwargs)] * n_envs, n_workers)
