@@ -19,8 +19,8 @@ Where the paper and its released code (github.com/Alfredvc/paac) differ or are s
 - α falls to zero over N_max (the code; the paper does not say);
 - N_max, β and the clipping threshold are the paper's with `--preset paper`, the code's with `--preset code`.
 Departures: a time limit does not cut the return, it bootstraps from V of the final observation; games start with
-0 to 30 no-ops (the code), the paper says 1 to 30. The paper has no vectors and no continuous actions: `--preset
-vector` and the MLP are ours.
+0 to 30 no-ops (the code), the paper says 1 to 30. The paper has no vectors and no continuous actions: the MLP, its
+running normalisation, the Gaussian and the presets `vector` and `continuous` are ours.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ PRESETS["vector"] = PRESETS["paper"] | {
     "clip_rewards": False,
     "reward_scale": 0.1,
 }
+# Box actions: the weight of a Gaussian's entropy is that of Mnih et al. 2016, sec. 9; γ found on Pendulum.
+PRESETS["continuous"] = PRESETS["vector"] | {"entropy_coef": 1e-4, "gamma": 0.97}
 
 
 @dataclass
@@ -93,8 +95,8 @@ class Args:
     """any Gymnasium id, `module:Id` included"""
     env_kwargs: str = "{}"
     """JSON: keyword arguments for the environment"""
-    preset: Literal["auto", "paper", "code", "vector"] = "auto"
-    """constants of the algorithm, see PRESETS; auto: paper for images, vector for the rest"""
+    preset: Literal["auto", "paper", "code", "vector", "continuous"] = "auto"
+    """constants of the algorithm, see PRESETS; auto: continuous for Box actions, else paper for images or vector"""
     total_steps: int | None = None
     """N_max: agent steps of all environments together; 1 = 1 action = 4 frames on Atari (default: preset)"""
     seed: int = 1
@@ -629,7 +631,8 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
 
     images = len(env.observation_space.shape) == 3
     if args.preset == "auto":
-        args.preset = "paper" if images else "vector"
+        continuous = isinstance(env.action_space, spaces.Box)
+        args.preset = "continuous" if continuous else "paper" if images else "vector"
     if args.arch == "auto":
         args.arch = "nips" if images else "mlp"
     if (args.arch == "mlp") == images:

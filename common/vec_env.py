@@ -345,7 +345,8 @@ def make_env(spec: EnvSpec, env_kwargs: dict | None = None, render_mode: str | N
         if isinstance(space, spaces.Discrete) or len(space.shape) != 1:
             env = gym.wrappers.FlattenObservation(env)
         if env.observation_space.dtype != np.float32:
-            env = gym.wrappers.DtypeObservation(env, np.float32)
+            float32 = spaces.Box(-np.inf, np.inf, env.observation_space.shape, np.float32)
+            env = gym.wrappers.TransformObservation(env, np.float32, float32)
     else:
         raise ValueError(f"{spec.id} has the observation space {space}; Box, Discrete or a Dict of one Box is needed")
     actions = env.action_space

@@ -1,0 +1,76 @@
+"""Learning curves as CSV and picture, from the TensorBoard events of run directories.
+
+    python benchmarks/curve.py runs/pong-1 runs/pong-2 --out results/paac_pong --title "PAAC, Pong"
+
+writes results/paac_pong_<seed>.csv for each run (step, seconds, episodic_return, SPS: means of the episodes that
+ended since the last point) and results/paac_pong.png with all of them.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+
+@dataclass
+class Args:
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """run directories, one per seed"""
+    out: Path
+    """where to write, without ending"""
+    title: str = ""
+    """of the picture"""
+    points: int = 1000
+    """at most this many points a curve; neighbours are averaged"""
+
+
+def read_curve(run: Path, points: int) -> list[tuple[int, float, float, float]]:
+    """(step, seconds, episodic return, steps/s) of a run; seconds leave out the pauses between resumed sessions."""
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0})
+    events.Reload()
+    speed = {event.step: event.value for event in events.Scalars("charts/SPS")}
+    seconds, step, times = 0.0, 0, {}
+    for at in sorted(speed):
+        seconds += (at - step) / speed[at]
+        step, times[at] = at, seconds
+    returns = [(event.step, event.value) for event in events.Scalars("charts/episodic_return") if event.step in times]
+    size = -(-len(returns) // points)
+    chunks = [returns[i : i + size] for i in range(0, len(returns), size)]
+    return [
+        (c[-1][0], times[c[-1][0]], sum(v for _, v in c) / len(c), sum(speed[s] for s, _ in c) / len(c)) for c in chunks
+    ]
+
+
+def main() -> None:
+    args = tyro.cli(Args, description=__doc__)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for run in args.runs:
+        seed = json.loads((run / "args.json").read_text())["seed"]
+        rows = read_curve(run, args.points)
+        with open(f"{args.out}_{seed}.csv", "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["step", "seconds", "episodic_return", "SPS"])
+            writer.writerows((step, round(time, 1), round(score, 3), round(sps)) for step, time, score, sps in rows)
+        axes[0].plot([row[0] / 1e6 for row in rows], [row[2] for row in rows], label=f"seed {seed}")
+        axes[1].plot([row[1] / 3600 for row in rows], [row[2] for row in rows])
+    axes[0].set_xlabel("million agent steps")
+    axes[1].set_xlabel("hours")
+    axes[0].set_ylabel("return of training episodes")
+    axes[0].legend()
+    figure.suptitle(args.title)
+    figure.tight_layout()
+    figure.savefig(f"{args.out}.png", dpi=100)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Steps per second of PAAC against the ceiling that ALE's vector environment alone sets, in one run.
+
+    python benchmarks/throughput.py                                # Pong, nips and nature, 32 environments
+    python benchmarks/throughput.py --n-envs 32 64 128 256 --device cuda
+    python benchmarks/throughput.py --sb3                          # stable-baselines3's A2C beside it, if installed
+
+The contenders take turns, `rounds` times `seconds` each; the table shows medians. The split is PAAC's wall time
+by what it went into, as Figure 2 of the paper: environment steps, acting (forward passes and sampling), learning
+(the rest: returns, loss, backward pass, optimiser step), copying observations to the device.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import tyro
+
+import paac
+from common.vec_env import make_vec_env
+
+
+@dataclass
+class Args:
+    env_id: str = "PongNoFrameskip-v4"
+    """environment"""
+    n_envs: tuple[int, ...] = (32,)
+    """numbers of environments to measure"""
+    archs: tuple[str, ...] = ("nips", "nature")
+    """networks to measure"""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """where the network is"""
+    seconds: float = 20.0
+    """measured time of one contender in one round"""
+    rounds: int = 3
+    """rounds"""
+    sb3: bool = False
+    """also run stable-baselines3's A2C with its own network and 32 environments of ALE's vector environment"""
+
+
+def environment_rate(args: Args, n_envs: int) -> float:
+    """Steps/s of the vector environment alone, with random actions."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    envs = make_vec_env(args.env_id, n_envs, min(8, cores, n_envs) if args.device == "cpu" else cores)
+    envs.reset(seed=0)
+    random, steps, start = np.random.default_rng(0), 0, time.perf_counter()
+    while time.perf_counter() - start < args.seconds:
+        envs.step(random.integers(envs.single_action_space.n, size=n_envs))
+        steps += n_envs
+    rate = steps / (time.perf_counter() - start)
+    envs.close()
+    return rate
+
+
+class Timer:
+    """Adds up the time spent in functions, waiting for the GPU at the end of each."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def wrap(self, name: str, function: Callable) -> Callable:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.seconds[name] += time.perf_counter() - start
+            return result
+
+        return timed
+
+
+def paac_rate(args: Args, n_envs: int, arch: str, split: bool) -> tuple[float, dict[str, float]]:
+    """Steps/s of `paac.train` after its first 20 updates, and with `split` the share of each part."""
+    timer, marks = Timer(), []
+
+    class TimedRun(paac.Run):
+        def count_update(self, step: int, scalars: dict[str, Any]) -> None:
+            super().count_update(step, scalars)
+            marks.append((time.perf_counter(), step))
+            if len(marks) == 20:
+                timer.seconds.clear()
+            if len(marks) > 20 and marks[-1][0] - marks[19][0] > args.seconds:
+                self.signal = 1  # stop
+
+        def finish(self) -> int:
+            self.writer.close()
+            return 0
+
+    def timed_vec_env(*vec_args: Any) -> Any:
+        envs = make_vec_env(*vec_args)
+        envs.step = timer.wrap("environment", envs.step)
+        return envs
+
+    names = ("Run", "make_vec_env", "to_device", "ActorCritic")
+    originals = {name: getattr(paac, name) for name in names}
+    paac.Run = TimedRun
+    if split:
+        paac.make_vec_env = timed_vec_env
+        paac.to_device = timer.wrap("copying", paac.to_device)
+
+        class TimedActorCritic(originals["ActorCritic"]):
+            forward = timer.wrap("acting", originals["ActorCritic"].forward)
+
+        paac.ActorCritic = TimedActorCritic
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            flags = ["--env-id", args.env_id, "--run-dir", f"{folder}/run", "--n-envs", str(n_envs), "--arch", arch]
+            parsed, _ = paac.parse([*flags, "--device", args.device, "--eval-episodes", "0"])
+            paac.train(parsed)
+    finally:
+        for name, original in originals.items():
+            setattr(paac, name, original)
+    wall = marks[-1][0] - marks[19][0]
+    shares = {name: seconds / wall for name, seconds in timer.seconds.items()}
+    shares["learning"] = 1 - sum(shares.values())
+    return (marks[-1][1] - marks[19][1]) / wall, shares
+
+
+def sb3_rate(args: Args, n_envs: int) -> float:
+    """Steps/s of stable-baselines3's A2C (its CnnPolicy, 5 steps a rollout) on the same ALE vector environment."""
+    from stable_baselines3 import A2C
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.vec_env import VecEnv as SB3VecEnv
+
+    class Adapter(SB3VecEnv):
+        def __init__(self) -> None:
+            self.envs = make_vec_env(args.env_id, n_envs, min(8, os.cpu_count(), n_envs))
+            super().__init__(n_envs, self.envs.single_observation_space, self.envs.single_action_space)
+
+        def reset(self) -> np.ndarray:
+            return self.envs.reset(seed=0)[0]
+
+        def step_async(self, actions: np.ndarray) -> None:
+            self.actions = actions
+
+        def step_wait(self) -> tuple:
+            obs, rewards, terminated, truncated, _ = self.envs.step(self.actions)
+            return obs, np.clip(rewards, -1, 1).astype(np.float32), terminated | truncated, [{} for _ in range(n_envs)]
+
+        def close(self) -> None:
+            self.envs.close()
+
+        def get_attr(self, attr_name: str, indices: Any = None) -> list:
+            return [None] * n_envs
+
+        def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None: ...
+
+        def env_method(self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any) -> list:
+            return [None] * n_envs
+
+        def env_is_wrapped(self, wrapper_class: type, indices: Any = None) -> list[bool]:
+            return [False] * n_envs
+
+    marks = []
+
+    class Clock(BaseCallback):
+        def _on_rollout_start(self) -> None:
+            marks.append((time.perf_counter(), self.num_timesteps))
+
+        def _on_step(self) -> bool:
+            return len(marks) < 6 or time.perf_counter() - marks[5][0] < args.seconds
+
+    model = A2C("CnnPolicy", Adapter(), n_steps=5, device=args.device)
+    model.learn(10**9, callback=Clock())
+    return (marks[-1][1] - marks[5][1]) / (marks[-1][0] - marks[5][0])
+
+
+def main() -> None:
+    args = tyro.cli(Args, description=__doc__)
+    threads = torch.get_num_threads()
+    gpu = f", {torch.cuda.get_device_name()}" if args.device == "cuda" else ""
+    print(
+        f"{args.env_id}, torch {torch.__version__} with {threads} threads{gpu}; {args.rounds} x {args.seconds} s each"
+    )
+    for n_envs in args.n_envs:
+        rates: dict[str, list[float]] = defaultdict(list)
+        for _ in range(args.rounds):
+            rates["environment alone"].append(environment_rate(args, n_envs))
+            for arch in args.archs:
+                rates[f"paac {arch}"].append(paac_rate(args, n_envs, arch, split=False)[0])
+            if args.sb3:
+                rates["stable-baselines3 A2C"].append(sb3_rate(args, n_envs))
+        ceiling = median(rates["environment alone"])
+        for name, values in rates.items():
+            rate = median(values)
+            line = f"n_e = {n_envs:4}  {name:22} {rate:9,.0f} steps/s  {rate / ceiling:5.2f} of the environment alone"
+            if args.sb3:
+                line += f"  {rate / median(rates['stable-baselines3 A2C']):5.2f} of stable-baselines3"
+            print(line, flush=True)
+        for arch in args.archs:
+            shares = paac_rate(args, n_envs, arch, split=True)[1]
+            text = ", ".join(f"{name} {share:.0%}" for name, share in sorted(shares.items()))
+            print(f"n_e = {n_envs:4}  paac {arch:17} {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Small environments for the tests of trainers, as `tests.paac_envs:Bandit-v0` and so on on the command line."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+# What `Walk` saw, by the seed of its reset: only of use where the environments are in the test's own process.
+WALKS: dict[int, dict[str, list]] = {}
+
+
+class Bandit(gym.Env):
+    """Episodes of one step, a constant observation, a reward that depends on the action alone: no state at all."""
+
+    REWARDS = (0.0, 0.5, -1.0, 1.0)
+
+    def __init__(self, continuous: bool = False, image: bool = False, render_mode: str | None = None) -> None:
+        self.continuous = continuous
+        self.action_space = spaces.Box(-2, 2, (2,), np.float32) if continuous else spaces.Discrete(4)
+        if image:
+            self.observation_space = spaces.Box(0, 255, (84, 84), np.uint8)
+            self.obs = (np.arange(84 * 84).reshape(84, 84) % 251).astype(np.uint8)
+        else:
+            self.observation_space = spaces.Box(-1, 1, (3,), np.float32)
+            self.obs = np.array([1, -0.5, 0.25], np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        return self.obs, {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        reward = -float(np.square(action - 1).sum()) if self.continuous else self.REWARDS[int(action)]
+        return self.obs, reward, True, False, {}
+
+
+class Plain(Bandit):
+    """A bandit that takes no arguments at all, not even a render mode, as many people's environments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class Walk(gym.Env):
+    """Deterministic, with ends where the test wants them, and a record of everything in WALKS.
+
+    `ends` is a cycle of [length, kind] of episodes, kind one of "terminated", "truncated", "both"; the seed of the
+    first reset says where in the cycle the environment begins.
+    """
+
+    observation_space = spaces.Box(-10, 10, (3,), np.float32)
+
+    def __init__(self, ends: list, continuous: bool = False, render_mode: str | None = None) -> None:
+        self.ends = ends
+        self.action_space = spaces.Box(-3, 1, (2,), np.float32) if continuous else spaces.Discrete(3)
+
+    def _obs(self, last: float) -> np.ndarray:
+        x = 0.7 * self.seed + 1.3 * self.episode + 0.4 * self.length
+        return np.array([2 * np.sin(x), np.cos(2 * x) + 0.3 * last, 0.1 * self.length - 1], np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        if seed is not None:
+            self.seed, self.episode = seed, seed - 1
+            self.walk = WALKS[seed] = {"obs": [], "action": [], "reward": [], "end": [], "final_obs": []}
+        self.episode, self.length = self.episode + 1, 0
+        obs = self._obs(0.0)
+        self.walk["obs"].append(obs)
+        return obs, {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.length += 1
+        length, kind = self.ends[self.episode % len(self.ends)]
+        end = kind if self.length == length else ""
+        last = float(np.sum(action))
+        obs = self._obs(last)
+        reward = 1.7 * np.cos(3 * last + self.length) + 0.5 * self.seed
+        if not end:
+            self.walk["obs"].append(obs)
+        for key, value in (("action", np.array(action)), ("reward", reward), ("end", end), ("final_obs", obs)):
+            self.walk[key].append(value)
+        return obs, reward, end in ("terminated", "both"), end in ("truncated", "both"), {}
+
+
+class Faulty(gym.Env):
+    """Goes wrong at its step `after`, where the seed of its reset was `only` (everywhere without `only`)."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(
+        self, fault: str, after: int, only: int | None = None, stamp: str | None = None, render_mode: str | None = None
+    ) -> None:
+        self.fault, self.after, self.only, self.stamp = fault, after, only, stamp
+        self.steps, self.seed = 0, None
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        self.seed = self.seed if seed is None else seed
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.steps += 1
+        obs, reward = np.full(2, self.steps % 3 - 1, np.float32), float(action)
+        if self.steps >= self.after and self.only in (None, self.seed):
+            if self.stamp:
+                Path(self.stamp).touch()
+            if self.fault == "raise":
+                raise ZeroDivisionError("the door is stuck")
+            if self.fault == "nan observation":
+                obs = obs * np.nan
+            elif self.fault == "nan reward":
+                reward = float("nan")
+            elif self.fault == "huge reward":  # finite, but its square is not
+                reward = 1e35
+            elif self.fault == "hang":
+                time.sleep(120)
+            elif self.fault == "die" and multiprocessing.parent_process() is not None:  # never the test's own process
+                os.kill(os.getpid(), signal.SIGKILL)
+        return obs, reward, self.steps % 7 == 0, False, {}
+
+
+class TwoKeys(gym.Env):
+    """A Dict observation space of two Boxes, which no trainer takes."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, size: int = 2, render_mode: str | None = None) -> None:
+        bound = np.linspace(1, 2, size, dtype=np.float32)
+        self.observation_space = spaces.Dict({"a": spaces.Box(-bound, bound), "b": spaces.Box(-bound, bound)})
+
+
+class PixelCue(gym.Env):
+    """A picture with a bright left or right half; the action that names the half earns 1. Episodes of one step."""
+
+    observation_space = spaces.Box(0, 255, (84, 84), np.uint8)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        pass
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.side = int(self.np_random.integers(2))
+        obs = np.zeros((84, 84), np.uint8)
+        obs[:, self.side * 42 : self.side * 42 + 42] = 200
+        return obs, {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        return np.zeros((84, 84), np.uint8), float(action == self.side), True, False, {}
+
+
+class VectorCue(gym.Env):
+    """Two numbers; a continuous action earns the more, the nearer it is to the first. Episodes of one step."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+    action_space = spaces.Box(-2, 2, (1,), np.float32)
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        pass
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.cue = self.np_random.uniform(-1, 1, 2).astype(np.float32)
+        return self.cue, {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        return self.cue, -4 * float(np.square(action[0] - self.cue[0])), True, False, {}
+
+
+for env in (Bandit, Plain, Walk, Faulty, TwoKeys, PixelCue, VectorCue):
+    gym.register(f"{env.__name__}-v0", f"{__name__}:{env.__name__}")

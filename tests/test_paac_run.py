@@ -1,0 +1,634 @@
+"""paac.py's contract: run directory, resume, evaluation, signals, exit codes, and what bad input and faults get."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import paac
+
+ROOT = Path(__file__).parent.parent
+BANDIT = ["--env-id", "tests.paac_envs:Bandit-v0", "--n-workers", "0", "--eval-episodes", "0"]
+SMALL = ["--n-envs", "4", "--t-max", "5"]  # 20 steps an update
+ENDLESS = "1_000_000_000".replace("_", "")
+on_linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
+
+
+@pytest.fixture(autouse=True)
+def _own_folder_and_handlers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Default run directories go into tmp_path; a run's signal handlers end with the test."""
+    monkeypatch.chdir(tmp_path)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def run(*flags: Any) -> int:
+    """paac.main in this process; the exit status."""
+    try:
+        return paac.main([str(flag) for flag in flags])
+    except SystemExit as error:
+        return error.code
+
+
+def checkpoint(run_dir: Path) -> dict[str, Any]:
+    return torch.load(run_dir / "checkpoint.pt", weights_only=True)
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two nests of dicts, lists and tensors are equal to the last bit."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, updates: int) -> None:
+    """Let SIGINT arrive in the midst of a run, once, after so many updates."""
+    count_update = paac.Run.count_update
+
+    def counted(self: paac.Run, *arguments: Any) -> None:
+        count_update(self, *arguments)
+        if self.updates == updates:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(paac.Run, "count_update", counted)
+
+
+# ------------------------------------------------------------------------------------------------- processes
+
+
+def process_table() -> dict[int, tuple[int, str]]:
+    """Parent and state of every process."""
+    table = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            table[int(path.parent.name)] = int(fields[1]), fields[0]
+    return table
+
+
+def is_helper(pid: int) -> bool:
+    """Python's resource tracker, one a process, which outlives every run in it."""
+    with contextlib.suppress(OSError):
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def descendants(pid: int) -> set[int]:
+    table, found = process_table(), {pid}
+    while new := {child for child, (parent, _) in table.items() if parent in found and child not in found}:
+        found |= new
+    return found - {pid}
+
+
+def alive(pids: set[int]) -> set[int]:
+    table = process_table()
+    return {pid for pid in pids if pid in table and table[pid][1] not in "ZX"}
+
+
+def wait_for(condition: Callable[[], Any], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@contextlib.contextmanager
+def script(*flags: Any) -> Iterator[subprocess.Popen]:
+    """`python paac.py` with these flags in a session of its own; nothing of it is left afterwards."""
+    argv = [sys.executable, str(ROOT / "paac.py"), *map(str, flags)]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        yield process
+    finally:
+        rest = descendants(process.pid)
+        process.kill()
+        for pid in rest:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=20)
+
+
+# ---------------------------------------------------------------------------------------------- run directory
+
+
+def test_run_directory_and_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paac, "LOG_INTERVAL", 2)
+    flags = ["--n-workers", "0", *SMALL, "--total-steps", "200", "--eval-episodes", "3", "--seed", "9"]
+    assert run("--env-id", "tests.paac_envs:Bandit-v0", *flags) == 0
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert run_dir.name.startswith("tests.paac_envs-Bandit-v0__paac__9__")
+    names = {path.name for path in run_dir.iterdir()}
+    events = {name for name in names if name.startswith("events.out.tfevents")}
+    assert len(events) == 1 and names - events == {"args.json", "checkpoint.pt", "summary.json"}
+
+    args = json.loads((run_dir / "args.json").read_text())
+    assert (args["seed"], args["n_envs"], args["total_steps"], args["preset"]) == (9, 4, 200, "vector")
+    assert args["learning_rate"] == pytest.approx(0.0028)
+    result = summary(run_dir)
+    types = {"script": str, "env_id": str, "seed": int, "steps": int, "episodes": int, "wall_seconds": float}
+    types |= {"steps_per_second": float, "return_last_100": float, "status": str, "eval": dict}
+    assert {key: type(value) for key, value in result.items()} == types
+    assert (result["script"], result["env_id"], result["seed"]) == ("paac", "tests.paac_envs:Bandit-v0", 9)
+    assert (result["steps"], result["episodes"], result["status"]) == (200, 200, "completed")
+    assert -1 <= result["return_last_100"] <= 1 and result["steps_per_second"] > 0
+    types = {"episodes": int, "mean": float, "std": float, "min": float, "max": float}
+    assert {key: type(value) for key, value in result["eval"].items()} == types
+    assert result["eval"]["episodes"] == 3 and result["eval"]["min"] <= result["eval"]["mean"] <= result["eval"]["max"]
+
+    accumulator = EventAccumulator(str(run_dir))
+    accumulator.Reload()
+    charts = {"charts/episodic_return", "charts/episodic_length", "charts/SPS", "charts/learning_rate"}
+    losses = {"losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/grad_norm"}
+    assert charts | losses | {"eval/return_mean"} <= set(accumulator.Tags()["scalars"])
+    lengths = accumulator.Scalars("charts/episodic_length")
+    assert [(event.step, event.value) for event in lengths] == [(step, 1) for step in (40, 80, 120, 160, 200)]
+    rates = [event.value for event in accumulator.Scalars("charts/learning_rate")]
+    assert rates == pytest.approx([0.0028 * (1 - step / 200) for step in (40, 80, 120, 160, 200)], abs=1e-8)
+
+
+def test_returns_are_raw_scores(tmp_path: Path) -> None:
+    """Learning from clipped and scaled rewards changes nothing in what is reported."""
+    kwargs = '{"fault": "huge reward", "after": 1}'  # 1e35 a step, 7 steps an episode
+    flags = [*SMALL, "--n-workers", "0", "--clip-rewards", "True", "--total-steps", "100", "--eval-episodes", "2"]
+    assert run("--env-id", "tests.paac_envs:Faulty-v0", "--env-kwargs", kwargs, *flags, "--run-dir", "r") == 0
+    assert summary(tmp_path / "r")["return_last_100"] == pytest.approx(7e35)
+    assert summary(tmp_path / "r")["eval"]["mean"] == pytest.approx(7e35)
+
+
+def test_evaluation_counts_the_first_episode_of_each_environment(tmp_path: Path) -> None:
+    """Episodes of 2 and 5 steps in turn; the reward is the same for every action where γ sees only its sum."""
+    assert run(*BANDIT, *SMALL, "--total-steps", "20", "--run-dir", "r") == 0
+    before = summary(tmp_path / "r"), (tmp_path / "r" / "checkpoint.pt").read_bytes()
+    assert before[0]["eval"] is None
+    assert run("--evaluate", "r", "--eval-episodes", "7") == 0
+    after = summary(tmp_path / "r")
+    assert after["eval"]["episodes"] == 7 and after | {"eval": None} == before[0]
+    assert -1 <= after["eval"]["min"] <= after["eval"]["mean"] <= after["eval"]["max"] <= 1
+    assert (tmp_path / "r" / "checkpoint.pt").read_bytes() == before[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r"]
+
+
+def test_environment_without_a_render_mode(tmp_path: Path) -> None:
+    """gymnasium.make takes it, so any Gymnasium id means this one too."""
+    flags = ["--n-workers", "0", "--eval-episodes", "0", *SMALL, "--total-steps", "20", "--run-dir", "r"]
+    assert run("--env-id", "tests.paac_envs:Plain-v0", *flags) == 0
+
+
+def test_uneven_shares(tmp_path: Path) -> None:
+    flags = ["--n-envs", "33", "--n-workers", "8", "--t-max", "2", "--total-steps", "132", "--eval-episodes", "0"]
+    assert run("--env-id", "tests.paac_envs:Bandit-v0", *flags, "--run-dir", "r") == 0
+    assert summary(tmp_path / "r")["episodes"] == 132
+
+
+def test_gif_of_an_atari_game(tmp_path: Path) -> None:
+    kwargs = '{"max_num_frames_per_episode": 400}'  # 100 steps
+    flags = ["--n-envs", "2", "--n-workers", "1", "--total-steps", "20", "--eval-episodes", "0"]
+    assert run("--env-id", "PongNoFrameskip-v4", "--env-kwargs", kwargs, *flags, "--run-dir", "r") == 0
+    assert not (tmp_path / "r" / "agent.gif").exists()
+    assert run("--evaluate", "r", "--eval-episodes", "2", "--record") == 0
+    with Image.open(tmp_path / "r" / "agent.gif") as image:
+        assert image.size == (160, 210) and image.is_animated and image.n_frames > 30
+    assert summary(tmp_path / "r")["eval"]["episodes"] == 2
+
+
+# ----------------------------------------------------------------------------------------------------- resume
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--env-kwargs", "{}"],
+        ["--env-kwargs", '{"continuous": true}'],
+        ["--env-kwargs", '{"image": true}', "--n-envs", "2", "--total-steps", "60"],
+    ],
+    ids=["discrete", "continuous", "image"],
+)
+def test_resumed_run_is_the_uninterrupted_one(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [*BANDIT, *SMALL, "--total-steps", "200", *flags]
+    assert run(*flags, "--run-dir", "whole") == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, updates=4)
+        assert run(*flags, "--run-dir", "parts") == 130
+    middle, first = checkpoint(tmp_path / "parts"), summary(tmp_path / "parts")
+    assert middle["updates"] == 4 and first["status"] == "interrupted" and first["steps"] == middle["step"]
+    assert run("--resume", "parts") == 0
+    whole, parts = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "parts")
+    assert not same(middle["model"], parts["model"])
+    for key in ("model", "optimizer", "torch_rng", "step", "updates", "episodes", "returns"):
+        assert same(whole[key], parts[key]), key
+    last = summary(tmp_path / "parts")
+    assert (last["status"], last["steps"], last["episodes"]) == ("completed", whole["step"], whole["step"])
+    assert last["return_last_100"] == summary(tmp_path / "whole")["return_last_100"]
+    assert parts["wall_seconds"] > middle["wall_seconds"] > 0 and last["wall_seconds"] >= first["wall_seconds"]
+
+
+def test_resume_from_a_periodic_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after SIGKILL: the run goes on from the last checkpoint, and loses only what came after it."""
+    flags = [*BANDIT, *SMALL, "--total-steps", "200", "--checkpoint-interval", "60"]
+    assert run(*flags, "--run-dir", "whole") == 0
+    count_update = paac.Run.count_update
+
+    def counted(self: paac.Run, *arguments: Any) -> None:
+        count_update(self, *arguments)
+        if self.step == 100:
+            raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(paac.Run, "count_update", counted)
+        with pytest.raises(MemoryError):
+            run(*flags, "--run-dir", "parts")
+    assert checkpoint(tmp_path / "parts")["step"] == 60
+    assert run("--resume", "parts") == 0
+    assert same(checkpoint(tmp_path / "whole")["model"], checkpoint(tmp_path / "parts")["model"])
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run directory stopped after 2 of 10 updates."""
+    with monkeypatch.context() as patch:
+        stop_after(patch, updates=2)
+        assert run(*BANDIT, *SMALL, "--total-steps", "200", "--run-dir", "r") == 130
+    return tmp_path / "r"
+
+
+def test_flags_override_those_of_the_resumed_run(interrupted: Path) -> None:
+    flags = ["--total-steps", "100", "--rms-decay", "0.5", "--rms-eps", "0.2", "--learning-rate", "0.1"]
+    assert run("--resume", interrupted, *flags) == 0
+    args, group = json.loads((interrupted / "args.json").read_text()), checkpoint(interrupted)["optimizer"]
+    assert summary(interrupted)["steps"] == 100
+    assert (args["total_steps"], args["learning_rate"], args["rms_decay"], args["rms_eps"]) == (100, 0.1, 0.5, 0.2)
+    assert (group["param_groups"][0]["decay"], group["param_groups"][0]["eps"]) == (0.5, 0.2)
+
+
+def test_resume_can_go_on_beyond_the_first_end(tmp_path: Path) -> None:
+    assert run(*BANDIT, *SMALL, "--total-steps", "40", "--run-dir", "r") == 0
+    assert run("--resume", "r", "--total-steps", "80") == 0
+    assert (summary(tmp_path / "r")["steps"], summary(tmp_path / "r")["episodes"]) == (80, 80)
+    assert checkpoint(tmp_path / "r")["updates"] == 4
+
+
+@pytest.mark.parametrize("preset", ["paper", "code"])
+def test_a_preset_beside_resume_is_not_ignored(preset: str, interrupted: Path) -> None:
+    """It overrides the run's constants, as every flag does, or it is refused."""
+    code = run("--resume", interrupted, "--preset", preset, "--total-steps", "60")
+    args = json.loads((interrupted / "args.json").read_text())
+    if code == 0:
+        assert args["reward_scale"] == 1.0 and args["clip_rewards"] is True
+    else:
+        assert code == 2 and args["preset"] == "vector"
+
+
+# ---------------------------------------------------------------------------------------------------- signals
+
+
+@on_linux
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_saves_and_ends_the_run(number: int, code: int, tmp_path: Path) -> None:
+    """SIGINT as the terminal sends it, to the whole group; SIGTERM to the process."""
+    flags = ["--env-id", "tests.paac_envs:Bandit-v0", "--n-workers", "2", *SMALL, "--total-steps", ENDLESS]
+    with script(*flags, "--checkpoint-interval", "1000", "--run-dir", tmp_path / "r") as process:
+        assert wait_for((tmp_path / "r" / "checkpoint.pt").exists, 60)
+        workers = descendants(process.pid)
+        assert len(workers) >= 2
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+        _, stderr = process.communicate(timeout=20)
+        assert (process.returncode, stderr) == (code, "")
+        assert wait_for(lambda: not alive(workers), 10)
+    result = summary(tmp_path / "r")
+    assert result["status"] == "interrupted" and result["eval"] is None
+    assert result["steps"] == checkpoint(tmp_path / "r")["step"] > 0
+
+
+@on_linux
+def test_sigkill_of_the_parent_ends_the_workers(tmp_path: Path) -> None:
+    """One worker hangs in a step by then, the other waits for work."""
+    kwargs = {"fault": "hang", "after": 30, "only": 3, "stamp": str(tmp_path / "stamp")}
+    flags = ["--env-id", "tests.paac_envs:Faulty-v0", "--env-kwargs", json.dumps(kwargs), *SMALL, "--n-workers", "2"]
+    with script(*flags, "--total-steps", ENDLESS, "--run-dir", tmp_path / "r") as process:
+        assert wait_for((tmp_path / "stamp").exists, 60)
+        workers = descendants(process.pid)
+        assert len(alive(workers)) >= 2
+        process.kill()
+        assert wait_for(lambda: not alive(workers), 10)
+
+
+# ----------------------------------------------------------------------------------------------------- faults
+
+
+def faulty(fault: str, n_workers: int, tmp_path: Path) -> list[str]:
+    """Flags of a run whose environment 2, seeded 3, fails in the eighth update; 4 environments, 20 steps each."""
+    kwargs = {"fault": fault, "after": 38, "only": 3, "stamp": str(tmp_path / "stamp")}
+    flags = ["--env-id", "tests.paac_envs:Faulty-v0", "--env-kwargs", json.dumps(kwargs), *SMALL, "--seed", "1"]
+    flags += ["--n-workers", str(n_workers), "--checkpoint-interval", "20", "--total-steps", ENDLESS]
+    return [*flags, "--run-dir", str(tmp_path / "r")]
+
+
+@on_linux
+def test_environment_that_raises_ends_the_script(tmp_path: Path) -> None:
+    with script(*faulty("raise", 2, tmp_path)) as process:
+        assert wait_for((tmp_path / "stamp").exists, 60)
+        workers = descendants(process.pid)
+        _, stderr = process.communicate(timeout=10)
+        assert process.returncode == 1
+        assert wait_for(lambda: not alive(workers), 1)
+    assert "worker 1, environment 2 of Faulty-v0" in stderr
+    assert stderr.count("Traceback") == 1 and stderr.count("ZeroDivisionError: the door is stuck") == 1
+    assert checkpoint(tmp_path / "r")["step"] == 140
+
+
+@on_linux
+@pytest.mark.parametrize("n_workers", [0, 2])
+@pytest.mark.parametrize("fault", ["raise", "nan observation", "nan reward", "die"])
+def test_fault_of_an_environment(fault: str, n_workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    if fault == "die" and n_workers == 0:
+        pytest.skip("it would be the end of this process")
+    others = descendants(os.getpid())
+    assert run(*faulty(fault, n_workers, tmp_path)) == 1
+    assert time.time() - (tmp_path / "stamp").stat().st_mtime < 10
+    stderr = capfd.readouterr().err
+    assert "Faulty-v0" in stderr
+    if n_workers:
+        assert "worker 1" in stderr
+        assert ("exit code -9" if fault == "die" else "environment 2") in stderr
+    else:
+        assert "environment 2" in stderr
+    if fault == "raise":
+        assert stderr.count("Traceback") == 1 and "the door is stuck" in stderr
+    elif fault != "die":
+        assert "finite" in stderr and fault.split()[1] in stderr
+    assert not {pid for pid in alive(descendants(os.getpid()) - others) if not is_helper(pid)}
+    assert checkpoint(tmp_path / "r")["step"] == 140
+    assert json.loads((tmp_path / "r" / "args.json").read_text())["n_envs"] == 4
+
+
+@on_linux
+def test_loss_that_is_not_finite(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    others = descendants(os.getpid())
+    assert run(*faulty("huge reward", 2, tmp_path)) == 1
+    stderr = capfd.readouterr().err
+    assert len(stderr.splitlines()) == 1 and "loss" in stderr and "inf" in stderr
+    assert not {pid for pid in alive(descendants(os.getpid()) - others) if not is_helper(pid)}
+    state = checkpoint(tmp_path / "r")
+    assert state["step"] == 140 and all(p.isfinite().all() for p in state["model"].values())
+
+
+def test_parameters_that_overflow(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A learning rate so large that the next forward pass is not finite: a clear error as well, not a crash."""
+    assert run(*BANDIT, *SMALL, "--learning-rate", "1e38", "--total-steps", "100000", "--run-dir", "r") == 1
+    stderr = capfd.readouterr().err
+    assert len(stderr.splitlines()) == 1 and "finite" in stderr or "nan" in stderr or "inf" in stderr
+
+
+def test_failed_write_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save, calls = torch.save, []
+
+    def failing(state: dict, file: Any, *arguments: Any) -> None:
+        calls.append(state["step"])
+        if len(calls) == 3:
+            file.write(b"half of a checkpoint")
+            raise OSError(28, "No space left on device")
+        save(state, file, *arguments)
+
+    flags = [*BANDIT, *SMALL, "--total-steps", "200", "--checkpoint-interval", "20"]
+    assert run(*flags, "--run-dir", "whole") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", failing)
+        with contextlib.suppress(OSError):  # or a status of its own
+            assert run(*flags, "--run-dir", "r") == 1
+    assert calls == [20, 40, 60] and checkpoint(tmp_path / "r")["step"] == 40
+    assert run("--resume", "r") == 0
+    assert same(checkpoint(tmp_path / "whole")["model"], checkpoint(tmp_path / "r")["model"])
+    assert not [path for path in (tmp_path / "r").iterdir() if "tmp" in path.name]
+
+
+def test_kill_in_the_midst_of_writing_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys, torch, paac
+save, calls = torch.save, []
+
+def dying(state, file, *arguments):
+    calls.append(0)
+    if len(calls) == 3:
+        file.write(b"half of a checkpoint")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(state, file, *arguments)
+
+torch.save = dying
+paac.main(sys.argv[1:])
+"""
+    flags = [*BANDIT, *SMALL, "--total-steps", "200", "--checkpoint-interval", "20", "--run-dir", str(tmp_path / "r")]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code, *flags], env=env, capture_output=True, timeout=60)
+    assert result.returncode == -signal.SIGKILL
+    assert checkpoint(tmp_path / "r")["step"] == 40
+    assert run("--resume", "r") == 0
+    assert summary(tmp_path / "r")["steps"] == 200
+
+
+# -------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run with flags that must be refused: status 2, nothing started or written. Returns the one line of stderr."""
+
+    def content() -> dict[str, bytes | None]:
+        return {str(p): p.read_bytes() if p.is_file() else None for p in tmp_path.rglob("*")}
+
+    def check(*flags: Any) -> str:
+        def started(*arguments: Any) -> None:
+            raise AssertionError("something was started")
+
+        before = content()
+        capfd.readouterr()
+        with monkeypatch.context() as patch:
+            for name in ("train", "evaluate", "make_vec_env", "Run"):
+                patch.setattr(paac, name, started)
+            code = run(*flags)
+        stderr = capfd.readouterr().err
+        assert content() == before
+        assert code == 2
+        assert len(stderr.splitlines()) == 1, stderr
+        return stderr
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--env-id", "Pogn-v4"], ["--env-id", "Pogn-v4", "Did you mean", "Pong"]),
+        (["--env-id", "CartPole-v99"], ["--env-id", "CartPole-v99"]),
+        (["--env-id", "no.such.module:Thing-v0"], ["--env-id", "no.such.module"]),
+        (["--env-id", "tests.paac_envs:Bandit-v9"], ["--env-id"]),
+        (["--env-id", "tests.paac_envs:TwoKeys-v0"], ["--env-id", "Dict"]),
+        (["--env-id", "tests.paac_envs:TwoKeys-v0", "--env-kwargs", '{"size": 2000}'], ["--env-id", "Dict"]),
+        (["--n-envs", "0"], ["--n-envs"]),
+        (["--n-envs", "-3"], ["--n-envs"]),
+        (["--n-envs", "4", "--n-workers", "5"], ["--n-workers"]),
+        (["--n-workers", "-1"], ["--n-workers"]),
+        (["--gamma", "2"], ["--gamma"]),
+        (["--gamma", "nan"], ["--gamma"]),
+        (["--t-max", "0"], ["--t-max"]),
+        (["--total-steps", "0"], ["--total-steps"]),
+        (["--learning-rate", "-1"], ["--learning-rate"]),
+        (["--learning-rate", "inf"], ["--learning-rate"]),
+        (["--reward-scale", "nan"], ["--reward-scale"]),
+        (["--seed", "-1"], ["--seed"]),
+        (["--eval-episodes", "-1"], ["--eval-episodes"]),
+        (["--env-kwargs", "{size: 3}"], ["--env-kwargs"]),
+        (["--env-kwargs", "[1, 2]"], ["--env-kwargs"]),
+        (["--env-kwargs", "3"], ["--env-kwargs"]),
+        (["--env-kwargs", '[["continuous", true]]'], ["--env-kwargs"]),
+        (["--env-kwargs", '{"no_such": 1}'], ["no_such"]),
+        (["--arch", "nips"], ["--arch"]),
+        (["--env-id", "PongNoFrameskip-v4", "--arch", "mlp"], ["--arch"]),
+        (["--env-id", "PongNoFrameskip-v4", "--env-kwargs", '{"no_such": 1}'], ["no_such"]),
+        (["--record"], ["--record"]),
+        (["--resume", "a", "--evaluate", "b"], ["--resume", "--evaluate"]),
+    ],
+    ids=lambda value: " ".join(value)[:50],
+)
+def test_refused(refused: Callable[..., str], flags: list[str], named: list[str]) -> None:
+    if "--env-id" not in flags and "--resume" not in flags:
+        flags = ["--env-id", "tests.paac_envs:Bandit-v0", *flags]
+    line = refused(*flags)
+    assert all(text in line for text in named), line
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--n-envs", "many"], "--n-envs"),
+        (["--gamma", "high"], "--gamma"),
+        (["--arch", "resnet"], "--arch"),
+        (["--no-such-flag", "1"], "--no-such-flag"),
+        (["--seed"], "--seed"),
+    ],
+)
+def test_refused_by_type(refused: Callable[..., str], flags: list[str], named: str) -> None:
+    assert named in refused("--env-id", "tests.paac_envs:Bandit-v0", *flags)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is available")
+def test_refused_without_cuda(refused: Callable[..., str]) -> None:
+    assert "--device" in refused("--env-id", "tests.paac_envs:Bandit-v0", "--device", "cuda")
+
+
+def test_refused_script(tmp_path: Path) -> None:
+    """The status and the line as a shell sees them."""
+    with script("--env-id", "Pogn-v4", "--run-dir", tmp_path / "r") as process:
+        stdout, stderr = process.communicate(timeout=60)
+        assert (process.returncode, stdout, len(stderr.splitlines())) == (2, "", 1)
+        assert "--env-id Pogn-v4" in stderr and "Pong" in stderr
+    assert not (tmp_path / "r").exists()
+
+
+def test_refused_run_directory(tmp_path: Path, refused: Callable[..., str]) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "checkpoint.pt").write_bytes(b"precious")
+    (tmp_path / "file").write_bytes(b"precious")
+    for path in (taken, tmp_path / "file", tmp_path / "file" / "below", tmp_path / "file" / "far" / "below"):
+        line = refused("--env-id", "tests.paac_envs:Bandit-v0", "--run-dir", path)
+        assert "--run-dir" in line and str(path) in line
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
+def test_refused_checkpoint(flag: str, interrupted: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    assert flag in refused(flag, tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    assert flag in refused(flag, tmp_path / "empty")
+    state, whole = checkpoint(interrupted), (interrupted / "checkpoint.pt").read_bytes()
+    path = interrupted / "checkpoint.pt"
+    for size in (0, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        assert flag in refused(flag, interrupted)
+    torch.save(state | {"script": "a3c"}, path)
+    line = refused(flag, interrupted)
+    assert flag in line and "a3c" in line
+    torch.save(state | {"args": state["args"] | {"from_the_future": 1}}, path)
+    assert flag in refused(flag, interrupted)
+    path.write_bytes(whole)
+    line = refused(flag, interrupted, "--env-id", "CartPole-v1")
+    assert "--env-id" in line and "CartPole-v1" in line and "Bandit-v0" in line
+    assert "--run-dir" in refused(flag, interrupted, "--run-dir", tmp_path / "elsewhere")
+
+
+def test_refused_checkpoint_without_its_parts(interrupted: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    torch.save({"script": "paac"}, interrupted / "checkpoint.pt")
+    assert "--resume" in refused("--resume", interrupted)
+
+
+class Payload:
+    """What an attacker pickles: loading it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
+def test_refused_checkpoint_with_a_payload(
+    flag: str, interrupted: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    path, mark = interrupted / "checkpoint.pt", tmp_path / "ran"
+    state = checkpoint(interrupted)
+    torch.save(state | {"returns": Payload(mark)}, path)
+    assert flag in refused(flag, interrupted)
+    path.write_bytes(pickle.dumps(state | {"returns": Payload(mark)}))
+    assert flag in refused(flag, interrupted)
+    assert not mark.exists()
+
+
+def test_another_network_on_resume(interrupted: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The same environment with other actions: the parameters do not fit, and nothing is overwritten."""
+    before = {path.name: path.read_bytes() for path in interrupted.iterdir()}
+    assert run("--resume", interrupted, "--env-kwargs", '{"continuous": true}') == 2
+    assert len(capfd.readouterr().err.splitlines()) == 1
+    assert {path.name: path.read_bytes() for path in interrupted.iterdir()} == before
+
+
+# --------------------------------------------------------------------------------------------------- learning
+
+
+@pytest.mark.parametrize(
+    ("env", "flags", "goal"),
+    [
+        ("PixelCue", ["--n-envs", "16", "--total-steps", "8000"], 0.8),  # chance gives 0.5, the optimum is 1
+        ("VectorCue", ["--n-envs", "16", "--total-steps", "40000"], -1.0),  # the first policy gets -5.3
+    ],
+)
+def test_learning(env: str, flags: list[str], goal: float, tmp_path: Path) -> None:
+    flags = [*flags, "--n-workers", "0", "--seed", "1", "--eval-episodes", "100", "--run-dir", "r"]
+    assert run("--env-id", f"tests.paac_envs:{env}-v0", *flags) == 0
+    assert summary(tmp_path / "r")["eval"]["mean"] > goal

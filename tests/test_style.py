@@ -1,0 +1,107 @@
+"""Each trainer stands alone in its file, and what two files share is word for word the same (design, sec. 1)."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NAMES = ("paac", "a3c", "async_q", "nstep_q", "sarsa", "ppo_batch", "apex")
+TRAINERS = [name for name in NAMES if (ROOT / f"{name}.py").exists()]
+COMMON = sorted((ROOT / "common").glob("*.py"))
+
+# Blocks that each algorithm writes for itself; everything else of one name is one text.
+MAY_DIFFER = {"Args", "ActorCritic", "QNetwork", "train", "parse", "main"}
+
+
+def blocks(source: str) -> dict[str, str]:
+    """The text of every top-level class and function, decorators included."""
+    lines, found = source.splitlines(), {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno] + [decorator.lineno for decorator in node.decorator_list])
+            found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+    return found
+
+
+def differing_blocks(sources: dict[str, str], may_differ: set[str]) -> list[str]:
+    """`block: file a, file b` for each block that two files have under one name with different text."""
+    first: dict[str, tuple[str, str]] = {}
+    differing = []
+    for file, source in sources.items():
+        for name, text in blocks(source).items():
+            if name in may_differ:
+                continue
+            owner, expected = first.setdefault(name, (file, text))
+            if text != expected:
+                differing.append(f"{name}: {owner}, {file}")
+    return differing
+
+
+def imported(source: str) -> set[str]:
+    """The first part of the name of every module that a file imports, wherever in the file."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import does not survive copying the file out"
+            names.add((node.module or "").split(".")[0])
+    return names
+
+
+A = "import os\n\n\ndef f(x):\n    return x  # as it is\n\n\nclass C:\n    y = 1\n\n\ndef train():\n    return 1\n"
+
+
+def test_comparison_passes_equal_blocks_in_any_order() -> None:
+    b = "def g():\n    pass\n\n\nclass C:\n    y = 1\n\n\ndef f(x):\n    return x  # as it is\n"
+    assert differing_blocks({"a": A, "b": b}, set()) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "block"),
+    [
+        ("return x ", "return -x ", "f"),
+        ("  # as it is", "  # copied", "f"),
+        ("y = 1", "y = 2", "C"),
+        ("def f", "@cache\ndef f", "f"),
+        ("return 1", "return 2", "train"),
+    ],
+)
+def test_comparison_finds_a_difference(old: str, new: str, block: str) -> None:
+    assert old in A
+    assert differing_blocks({"a": A, "b": A.replace(old, new)}, set()) == [f"{block}: a, b"]
+    assert differing_blocks({"a": A, "c": A, "b": A.replace(old, new)}, set()) == [f"{block}: a, b"]
+    assert differing_blocks({"a": A, "b": A.replace(old, new)}, {block}) == []
+
+
+def test_import_reader() -> None:
+    source = "import a.b, c\nfrom d.e import f\n\n\ndef g():\n    from h import i\n"
+    assert imported(source) == {"a", "c", "d", "h"}
+
+
+def test_shared_blocks_are_the_same_in_every_trainer() -> None:
+    sources = {name: (ROOT / f"{name}.py").read_text() for name in TRAINERS}
+    assert differing_blocks(sources, MAY_DIFFER) == []
+
+
+def test_there_is_a_trainer() -> None:
+    assert "paac" in TRAINERS
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_trainer_imports_no_other_trainer(name: str) -> None:
+    assert not imported((ROOT / f"{name}.py").read_text()) & {*NAMES, "tests", "benchmarks"}
+
+
+@pytest.mark.parametrize("path", COMMON, ids=lambda path: path.name)
+def test_common_imports_no_trainer(path: Path) -> None:
+    assert not imported(path.read_text()) & {*NAMES, "tests", "benchmarks"}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_trainer_can_be_imported(name: str) -> None:
+    assert callable(importlib.import_module(name).main)
