@@ -17,14 +17,15 @@ import functools
 import importlib
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
+import signal
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
@@ -37,6 +38,7 @@ from gymnasium.vector.utils import CloudpickleWrapper, batch_space, concatenate
 
 from common.atari import SCREEN, STACK, is_atari, make_atari_env, make_atari_vec_env
 
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 ARRAY_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
@@ -88,25 +90,31 @@ class VecEnv(VectorEnv):
         parts = max(n_workers, 1)
         bounds = [k * (self.num_envs // parts) + min(k, self.num_envs % parts) for k in range(parts + 1)]
         self._shares = [range(bounds[k], bounds[k + 1]) for k in range(parts)]
-        self._share, self._workers, self._connections = None, [], []
-        self._stop_workers = weakref.finalize(self, _stop, self._workers, self._connections)
+        self._share, self._workers, self._connections, self._died = None, [], [], []
+        self._closing = threading.Event()
+        self._stop_workers = weakref.finalize(self, _stop, self._workers, self._connections, self._closing)
         if n_workers == 0:
             self._share = _Share(self._shares[0], memory)
             self._run("make", [(env_fns,)])
             return
         context = multiprocessing.get_context("spawn")
-        for k, share in enumerate(self._shares):
-            ours, theirs = context.Pipe()
-            fns = CloudpickleWrapper([env_fns[i] for i in share])
-            worker = context.Process(
-                target=_work, args=(fns, share, memory, theirs), name=f"vec-env-worker-{k}", daemon=True
-            )
-            worker.start()
-            theirs.close()  # the worker's death must read as the end of the pipe
-            self._workers.append(worker)
-            self._connections.append(ours)
-        for k in range(n_workers):
-            self._receive(k)  # every environment is made
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the worker has left our process group
+        try:
+            for k, share in enumerate(self._shares):
+                ours, theirs = context.Pipe()
+                fns = CloudpickleWrapper([env_fns[i] for i in share])
+                worker = context.Process(
+                    target=_work, args=(fns, share, memory, theirs), name=f"vec-env-worker-{k}", daemon=True
+                )
+                worker.start()
+                theirs.close()  # the worker's death must read as the end of the pipe
+                self._workers.append(worker)
+                self._connections.append(ours)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._watcher = threading.Thread(target=_watch, args=(self._workers, self._died, self._closing), daemon=True)
+        self._watcher.start()
+        self._receive_all()  # every environment is made
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -117,7 +125,7 @@ class VecEnv(VectorEnv):
         if seed is None:
             seeds = [None] * self.num_envs
         else:
-            seeds = [seed + i for i in range(self.num_envs)] if np.isscalar(seed) else list(seed)
+            seeds = [int(seed) + i for i in range(self.num_envs)] if np.isscalar(seed) else list(seed)
         if len(seeds) != self.num_envs:
             raise ValueError(f"{len(seeds)} seeds for {self.num_envs} environments")
         self._run("reset", [([seeds[i] for i in share], options) for share in self._shares])
@@ -156,25 +164,38 @@ class VecEnv(VectorEnv):
         for k, connection in enumerate(self._connections):
             with contextlib.suppress(OSError):  # the worker is dead; _receive says so
                 connection.send_bytes(pickle.dumps((method, arguments[k])) if arguments else b"")
-        return [self._receive(k) for k in range(len(self._connections))]
+        return self._receive_all()
+
+    def _receive_all(self) -> list:
+        try:
+            return [self._receive(k) for k in range(len(self._connections))]
+        except BaseException:  # KeyboardInterrupt as well: answers that nobody reads may be left in the pipes
+            self.close()
+            raise
 
     def _receive(self, k: int) -> list:
-        """The answer of worker k: what ended in this step. Raises what went wrong there."""
+        """The answer of worker k. Raises WorkerError where it, or the worker that died first, failed."""
         try:
             answer = self._connections[k].recv_bytes()
         except (EOFError, OSError):
-            self._workers[k].join(timeout=1)
-            code, share = self._workers[k].exitcode, self._shares[k]
-            where = f"worker {k} (environments {share[0]} to {share[-1]} of {self._name()})"
-            self.close()
-            raise WorkerError(f"{where} died with exit code {code}") from None
-        if not answer:
-            return []
-        answer = pickle.loads(answer)
+            self._watcher.join(timeout=2)
+            k = self._died[0] if self._died else k
+            answer = self._last_words(k)
+        answer = pickle.loads(answer) if answer else []
         if isinstance(answer, _Failure):
-            self.close()
             raise WorkerError(f"worker {k}, environment {answer.env} of {self._name()} failed:\n{answer.traceback}")
         return answer
+
+    def _last_words(self, k: int) -> bytes:
+        """The failure that a dead worker reported. Raises WorkerError where it could not."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                answer = self._connections[k].recv_bytes()
+                if answer and isinstance(pickle.loads(answer), _Failure):
+                    return answer
+        self._workers[k].join(timeout=1)
+        where = f"worker {k} (environments {self._shares[k][0]} to {self._shares[k][-1]} of {self._name()})"
+        raise WorkerError(f"{where} died with exit code {self._workers[k].exitcode}")
 
     def _name(self) -> str:
         return self.spec.id if self.spec is not None else "an unregistered environment"
@@ -250,6 +271,8 @@ class _Share:
             terminations.append(terminated)
             truncations.append(truncated)
         self.rewards[:], self.terminations[:], self.truncations[:] = rewards, terminations, truncations
+        if self.terminations.any() or self.truncations.any():
+            self._check_finite("final observation", self.final_observations)
         self._check_finite("reward", self.rewards)
         self._write(observations)
         return ended
@@ -270,9 +293,12 @@ class _Share:
             env.close()
 
 
-def _work(env_fns: CloudpickleWrapper, share: range, memory: _Memory, connection: Connection) -> None:
+def _work(
+    env_fns: CloudpickleWrapper, share: range, memory: _Memory, connection: multiprocessing.connection.Connection
+) -> None:
     """A worker's life: make the environments, then step or reset them until the pipe ends."""
     os.setsid()  # Ctrl-C and `timeout` signal the whole group; only the parent shall answer
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # even in the middle of a step
     environments = _Share(share, memory)
@@ -294,8 +320,19 @@ def _work(env_fns: CloudpickleWrapper, share: range, memory: _Memory, connection
         environments.close()
 
 
-def _stop(workers: list, connections: list) -> None:
+def _watch(workers: list, died: list[int], closing: threading.Event) -> None:
+    """When one worker dies, end the others: the parent may be waiting for one that is busy for long."""
+    sentinels = [worker.sentinel for worker in workers]
+    first = multiprocessing.connection.wait(sentinels)[0]
+    if not closing.is_set():
+        died.append(sentinels.index(first))
+        for worker in workers:
+            worker.kill()
+
+
+def _stop(workers: list, connections: list, closing: threading.Event) -> None:
     """End the workers: the end of the pipe tells them. Whoever is still busy after 2 s is killed."""
+    closing.set()
     for connection in connections:
         connection.close()
     deadline = time.monotonic() + 2
@@ -330,15 +367,20 @@ def make_env(spec: EnvSpec, env_kwargs: dict | None = None, render_mode: str | N
     """
     if is_atari(spec):
         return make_atari_env(spec.id, env_kwargs, render_mode)
-    env = gym.make(spec, render_mode=render_mode, disable_env_checker=True, **(env_kwargs or {}))
+    try:
+        env = gym.make(spec, render_mode=render_mode, disable_env_checker=True, **(env_kwargs or {}))
+    except TypeError as error:
+        raise ValueError(f"{spec.id} does not take {env_kwargs}: {error}") from error
     space = env.observation_space
     if isinstance(space, spaces.Dict) and len(space) == 1:
         (key,) = space
         space = space[key]
         env = gym.wrappers.TransformObservation(env, lambda obs: obs[key], space)
     if is_image(space):
-        if len(space.shape) == 3:
+        if space.shape[2:] == (3,):
             env = gym.wrappers.GrayscaleObservation(env)
+        else:
+            env = gym.wrappers.ReshapeObservation(env, space.shape[:2])
         env = gym.wrappers.ResizeObservation(env, (SCREEN, SCREEN))
         env = gym.wrappers.FrameStackObservation(env, STACK, padding_type="zero")
     elif isinstance(space, spaces.Box | spaces.Discrete):

@@ -504,7 +504,7 @@ CASES = {
     "mixed": {"ends": [[1, "truncated"], [2, "terminated"], [3, "truncated"], [1, "terminated"]]},
     "mixed, clipped": {
         "ends": [[1, "truncated"], [2, "terminated"], [3, "truncated"]],
-        "max_grad_norm": 0.7,
+        "max_grad_norm": 4.0,
         "clip_rewards": True,
     },
     "both at once": {"ends": [[2, "both"], [3, "truncated"]]},  # a time limit reached in the step that terminates

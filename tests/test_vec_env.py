@@ -332,7 +332,7 @@ def test_the_first_environment_fails_before_any_process_is_started(monkeypatch: 
         "observation",
         "reward",
         pytest.param(
-            "final observation", marks=pytest.mark.xfail(strict=True, reason="final observations are not checked")
+            "final observation",
         ),
     ],
 )
@@ -358,7 +358,6 @@ def test_a_killed_worker_is_named() -> None:
 
 
 @needs_proc
-@pytest.mark.xfail(strict=True, reason="workers are waited for one after the other")
 def test_a_killed_worker_is_named_while_another_is_busy() -> None:
     envs = VecEnv([functools.partial(SlowEnv, 8.0), functools.partial(SlowEnv, 8.0)], 2)
     envs.reset()
@@ -478,7 +477,6 @@ def test_atari_refuses_what_is_outside_the_protocol() -> None:
         make_vec_env("Pong-v4", 2)
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="documented as ValueError, Gymnasium's TypeError comes out")
 def test_an_option_that_the_environment_does_not_know() -> None:
     with pytest.raises(ValueError, match="nonsense"):
         make_vec_env("CartPole-v1", 2, env_kwargs={"nonsense": 1})
@@ -554,7 +552,6 @@ def test_pictures_are_grey_resized_and_stacked() -> None:
         "GreyPicture-v0",
         pytest.param(
             "OneColourPicture-v0",
-            marks=pytest.mark.xfail(strict=True, raises=ValueError, reason="greyed although it has one colour"),
         ),
     ],
 )
