@@ -30,14 +30,18 @@ import os
 if __name__ == "__main__":  # OpenMP's threads would go on spinning between forward passes, on the environments' cores
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import contextlib
 import ctypes
 import dataclasses
+import io
+import itertools
 import json
 import math
 import re
 import signal
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -189,15 +193,10 @@ class ActorCritic(nn.Module):
     def __init__(self, observation_space: spaces.Box, action_space: gym.Space, arch: str) -> None:
         super().__init__()
         self.discrete = isinstance(action_space, spaces.Discrete)
-        n_outputs = int(action_space.n) if self.discrete else action_space.shape[0]
+        n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape)
         if arch == "nips":  # (n, 4, 84, 84) → 16x20x20 → 32x9x9 → 256
-            layers = [
-                *conv(4, 16, 8, 4),
-                *conv(16, 32, 4, 2),
-                nn.Flatten(),
-                nn.Linear(2592, 256),
-                nn.ReLU(inplace=True),
-            ]
+            layers = [*conv(4, 16, 8, 4), *conv(16, 32, 4, 2)]
+            layers += [nn.Flatten(), nn.Linear(2592, 256), nn.ReLU(inplace=True)]
         elif arch == "nature":  # (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7 → 512
             layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1)]
             layers += [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(inplace=True)]
@@ -290,6 +289,7 @@ def to_env(actions: Tensor, space: gym.Space) -> np.ndarray:
     actions = actions.cpu().numpy()
     if isinstance(space, spaces.Discrete):
         return actions
+    actions = actions.reshape(-1, *space.shape)
     bounded = np.isfinite(space.low) & np.isfinite(space.high)
     low, high = np.where(bounded, space.low, -1), np.where(bounded, space.high, 1)
     actions = np.where(bounded, low + (actions.clip(-1, 1) + 1) / 2 * (high - low), actions)
@@ -321,16 +321,19 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
             # θ does not change within a rollout: this forward pass is kept and serves the backward pass as well
             output, value = model(obs)  # l. 6
             action = model.distribution(output.detach()).sample()  # l. 5
-            for items, item in zip((observations, outputs, values, actions), (obs, output, value, action), strict=True):
-                items.append(item)
+            observations.append(obs)
+            outputs.append(output)
+            values.append(value)
+            actions.append(action)
             obs, reward, terminated, truncated, info = envs.step(to_env(action, envs.single_action_space))  # l. 7-10
             obs = to_device(obs, device)
             rewards[t] = np.clip(reward, -1, 1) if args.clip_rewards else reward * args.reward_scale
             dones[t] = terminated | truncated
-            if truncated.any():  # a time limit ends the episode but not the return
-                final_obs = to_device(np.stack(info["final_obs"][truncated]), device)
+            cut = truncated & ~terminated
+            if cut.any():  # a time limit ends the episode but not the return
                 with torch.no_grad():
-                    final_values[t, to_device(truncated, device)] = model(final_obs)[1]
+                    final_obs = to_device(np.stack(info["final_obs"][cut]), device)
+                    final_values[t, to_device(cut, device)] = model(final_obs)[1]
             run.count_episodes(reward, dones[t])
         with torch.no_grad():
             bootstrap = model(obs)[1]  # l. 12
@@ -386,7 +389,8 @@ class Run:
         self.wall_seconds, self.returns = 0.0, deque(maxlen=100)  # of the last 100 episodes
         if checkpoint:
             load_model(model, checkpoint)
-            optimizer.load_state_dict(checkpoint["optimizer"])
+            groups = optimizer.state_dict()["param_groups"]  # the flags' constants, not the checkpoint's
+            optimizer.load_state_dict(checkpoint["optimizer"] | {"param_groups": groups})
             torch.set_rng_state(checkpoint["torch_rng"])
             if checkpoint["cuda_rng"] is not None and args.device == "cuda":
                 torch.cuda.set_rng_state(checkpoint["cuda_rng"])
@@ -428,7 +432,7 @@ class Run:
         """Take note of an update; now and then show the progress, log the scalars and write a checkpoint."""
         self.bar.update(step - self.step)
         self.step, self.updates = step, self.updates + 1
-        if self.updates % LOG_INTERVAL == 0:
+        if self.updates % LOG_INTERVAL == 0 or step >= self.args.total_steps:
             now = time.monotonic()
             scalars["charts/SPS"] = (step - self.logged_step) / (now - self.logged_time)
             self.logged_step, self.logged_time = step, now
@@ -513,11 +517,15 @@ def load_checkpoint(flag: str, run_dir: str) -> dict:
         raise UsageError(f"{flag} {run_dir}: it holds no checkpoint.pt")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        script = checkpoint["script"]
+        missing = {"script", "args", "step", "model", "optimizer", "torch_rng"} - checkpoint.keys()
     except Exception as error:
         raise UsageError(f"{flag} {run_dir}: checkpoint.pt is damaged or not a checkpoint") from error
-    if script != SCRIPT:
-        raise UsageError(f"{flag} {run_dir}: checkpoint.pt was written by {script}.py, not by {SCRIPT}.py")
+    if checkpoint.get("script", SCRIPT) != SCRIPT:
+        raise UsageError(
+            f"{flag} {run_dir}: checkpoint.pt was written by {checkpoint['script']}.py, not by {SCRIPT}.py"
+        )
+    if missing:
+        raise UsageError(f"{flag} {run_dir}: checkpoint.pt is not whole, it lacks {', '.join(sorted(missing))}")
     return checkpoint
 
 
@@ -588,13 +596,26 @@ def evaluate_run(args: Args, checkpoint: dict) -> int:
 # ------------------------------------------------------------------------------------------------------- main
 
 
+def read_flags(argv: list[str] | None, default: Args) -> Args:
+    """The command line by tyro; the first sentence of its box where it refuses one."""
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(output):
+            return tyro.cli(Args, args=argv, default=default, description=__doc__)
+    except SystemExit as error:
+        if not error.code:
+            raise  # --help
+        lines = [line.strip("│ ") for line in output.getvalue().splitlines()[1:]]
+        raise UsageError(" ".join(itertools.takewhile(lambda line: line.strip("─"), lines))) from None
+
+
 def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     """The arguments, complete and checked, and the checkpoint that --resume or --evaluate names.
 
     Raises:
         UsageError: an argument that cannot work. Nothing has been started or written by then.
     """
-    args, checkpoint = tyro.cli(Args, args=argv, description=__doc__), None
+    args, checkpoint = read_flags(argv, Args()), None
     if args.resume and args.evaluate:
         raise UsageError("--resume and --evaluate exclude each other")
     if folder := args.resume or args.evaluate:
@@ -605,8 +626,8 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
             past = Args(**checkpoint["args"] | own)
         except TypeError as error:
             raise UsageError(f"{flag} {folder}: it is from another version of {SCRIPT}.py: {error}") from error
-        args = tyro.cli(Args, args=argv, default=past)  # flags that are given override the run's own
-        for name in ("env_id", "run_dir"):
+        args = read_flags(argv, past)  # flags that are given override the run's own
+        for name in ("env_id", "run_dir", "preset", "arch"):
             if (value := getattr(args, name)) != (its := getattr(past, name)):
                 raise UsageError(f"--{name.replace('_', '-')} {value}: {flag} {folder} has {its}")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -614,19 +635,23 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        env_kwargs = dict(json.loads(args.env_kwargs))
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"--env-kwargs {args.env_kwargs}: a JSON object is needed") from error
+        env_kwargs = json.loads(args.env_kwargs)
+    except ValueError:
+        env_kwargs = None
+    if not isinstance(env_kwargs, dict):
+        raise UsageError(f"--env-kwargs {args.env_kwargs}: a JSON object is needed")
     try:
         env = make_env(find_spec(args.env_id), env_kwargs, "rgb_array" if args.record else None)
     except Exception as error:
         raise UsageError(f"--env-id {args.env_id}: {error}") from error
-    try:
-        if args.record:
+    if args.record:
+        try:
             env.reset()
-            env.render()
-    except Exception as error:
-        raise UsageError(f"--record: {args.env_id} cannot be drawn here: {error}") from error
+            Image.fromarray(env.render())
+        except Exception as error:
+            raise UsageError(
+                f"--record: {args.env_id} cannot be drawn here: {error or type(error).__name__}"
+            ) from error
     env.close()
 
     images = len(env.observation_space.shape) == 3
@@ -647,13 +672,13 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
         args.n_workers = max(0, min(8, cores, args.n_envs))
     for names, low, high in (
         ("total_steps checkpoint_interval n_envs t_max", 1, math.inf),
-        ("eval_episodes learning_rate entropy_coef value_coef max_grad_norm rms_eps", 0, math.inf),
+        ("eval_episodes learning_rate entropy_coef value_coef max_grad_norm rms_eps reward_scale", 0, math.inf),
         ("gamma rms_decay", 0, 1),
         ("seed", 0, 1_000_000_000),
         ("n_workers", 0, args.n_envs),
     ):
         for name in names.split():
-            if not low <= getattr(args, name) <= high:
+            if not (math.isfinite(getattr(args, name)) and low <= getattr(args, name) <= high):
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must lie in [{low}, {high}]")
     if checkpoint is None:
         name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
@@ -667,16 +692,25 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    if sys.platform == "linux":  # glibc would return freed memory to the system at each step, and page it in again
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc would return freed memory to the system at each step, and page it in again
         M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-        ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 1 << 28)
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 25)
+        libc.mallopt(M_TRIM_THRESHOLD, 1 << 28)
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)
+    handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
-        args, checkpoint = parse(argv)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is wrong with the arguments is said in one line
+            args, checkpoint = parse(argv)
         return evaluate_run(args, checkpoint) if args.evaluate else train(args, checkpoint)
     except (UsageError, WorkerError, FloatingPointError) as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:  # before training has begun, or while --evaluate plays
+        return 130
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -159,8 +159,9 @@ class VecEnv(VectorEnv):
         if self._share is not None:
             try:
                 return [getattr(self._share, method)(*(arguments[0] if arguments else ()))]
-            except Exception as error:
-                raise WorkerError(f"environment {self._share.current} of {self._name()} failed: {error!r}") from error
+            except Exception:
+                where = f"environment {self._share.current} of {self._name()}"
+                raise WorkerError(f"{where} failed:\n{traceback.format_exc()}") from None
         for k, connection in enumerate(self._connections):
             with contextlib.suppress(OSError):  # the worker is dead; _receive says so
                 connection.send_bytes(pickle.dumps((method, arguments[k])) if arguments else b"")
@@ -368,7 +369,8 @@ def make_env(spec: EnvSpec, env_kwargs: dict | None = None, render_mode: str | N
     if is_atari(spec):
         return make_atari_env(spec.id, env_kwargs, render_mode)
     try:
-        env = gym.make(spec, render_mode=render_mode, disable_env_checker=True, **(env_kwargs or {}))
+        options = {"render_mode": render_mode} if render_mode else {}
+        env = gym.make(spec, disable_env_checker=True, **options, **(env_kwargs or {}))
     except TypeError as error:
         raise ValueError(f"{spec.id} does not take {env_kwargs}: {error}") from error
     space = env.observation_space

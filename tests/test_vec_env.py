@@ -312,9 +312,9 @@ def test_an_environment_that_raises_in_a_worker(where: str, capfd: pytest.Captur
 
 @pytest.mark.parametrize("where", ["init", "reset", "autoreset", "step"])
 def test_an_environment_that_raises_in_this_process(where: str) -> None:
-    with pytest.raises(WorkerError, match=f"environment 3 of Failing-v0.*broken in {where}") as caught:
+    with pytest.raises(WorkerError, match=rf"environment 3 of Failing-v0[\s\S]*broken in {where}") as caught:
         drive(one_bad(FailingEnv, where, bad=3), n_workers=0)
-    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert str(caught.value).count("Traceback") == 1
 
 
 def test_the_first_environment_fails_before_any_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
