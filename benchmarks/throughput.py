@@ -5,8 +5,8 @@
     python benchmarks/throughput.py --sb3                          # stable-baselines3's A2C beside it, if installed
 
 The contenders take turns, `rounds` times `seconds` each; the table shows medians. The split is PAAC's wall time
-by what it went into, as Figure 2 of the paper: environment steps, acting (forward passes and sampling), learning
-(the rest: returns, loss, backward pass, optimiser step), copying observations to the device.
+by what it went into, as Figure 2 of the paper: environment steps, acting (forward passes), learning (the rest:
+sampling, returns, loss, backward pass, optimiser step), copying observations to the device.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from __future__ import annotations
 import os
 import sys
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if "--sb3-worker" not in sys.argv:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+import subprocess
 import tempfile
 import time
 from collections import defaultdict
@@ -48,7 +50,9 @@ class Args:
     rounds: int = 3
     """rounds"""
     sb3: bool = False
-    """also run stable-baselines3's A2C with its own network and 32 environments of ALE's vector environment"""
+    """also run stable-baselines3's A2C: its CnnPolicy on the same vector environment, in a process of its own"""
+    sb3_worker: tyro.conf.Suppress[bool] = False
+    """internal"""
 
 
 def environment_rate(args: Args, n_envs: int) -> float:
@@ -179,8 +183,20 @@ def sb3_rate(args: Args, n_envs: int) -> float:
     return (marks[-1][1] - marks[5][1]) / (marks[-1][0] - marks[5][0])
 
 
+def sb3_process_rate(args: Args, n_envs: int) -> float:
+    """`sb3_rate` as its users run it: without the OMP_WAIT_POLICY that this script and paac.py set for themselves."""
+    flags = ["--env-id", args.env_id, "--n-envs", str(n_envs), "--device", args.device, "--seconds", str(args.seconds)]
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    command = [sys.executable, os.path.abspath(__file__), "--sb3-worker", *flags]
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    return float(output.split()[-1])
+
+
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
+    if args.sb3_worker:
+        print(sb3_rate(args, args.n_envs[0]))
+        return
     threads = torch.get_num_threads()
     gpu = f", {torch.cuda.get_device_name()}" if args.device == "cuda" else ""
     print(
@@ -193,7 +209,7 @@ def main() -> None:
             for arch in args.archs:
                 rates[f"paac {arch}"].append(paac_rate(args, n_envs, arch, split=False)[0])
             if args.sb3:
-                rates["stable-baselines3 A2C"].append(sb3_rate(args, n_envs))
+                rates["stable-baselines3 A2C"].append(sb3_process_rate(args, n_envs))
         ceiling = median(rates["environment alone"])
         for name, values in rates.items():
             rate = median(values)
