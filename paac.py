@@ -110,7 +110,7 @@ class Args:
     checkpoint_interval: int = 250_000
     """agent steps between checkpoints"""
     resume: str | None = None
-    """run directory to go on from; flags given beside it override the run's own"""
+    """run directory to go on from, with new episodes; flags given beside it override the run's own"""
     evaluate: str | None = None
     """run directory to evaluate; trains nothing"""
     eval_episodes: int = 30
@@ -405,9 +405,14 @@ class Run:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         write_json(self.dir / "args.json", dataclasses.asdict(args))
-        self.writer = SummaryWriter(str(self.dir), purge_step=self.step)
+        self.writer = SummaryWriter(str(self.dir), purge_step=self.step + 1 if checkpoint else None)
         self.bar = tqdm(
-            total=args.total_steps, initial=self.step, unit="step", unit_scale=True, disable=not sys.stderr.isatty()
+            total=args.total_steps,
+            initial=self.step,
+            unit="step",
+            unit_scale=True,
+            dynamic_ncols=True,
+            disable=not sys.stderr.isatty(),
         )
 
     def _on_signal(self, number: int, frame: Any) -> None:

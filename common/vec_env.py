@@ -18,6 +18,7 @@ import importlib
 import math
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.resource_tracker
 import os
 import pickle
 import signal
@@ -98,6 +99,7 @@ class VecEnv(VectorEnv):
             self._run("make", [(env_fns,)])
             return
         context = multiprocessing.get_context("spawn")
+        multiprocessing.resource_tracker.ensure_running()  # its start would unblock the signals again
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the worker has left our process group
         try:
             for k, share in enumerate(self._shares):
