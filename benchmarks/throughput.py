@@ -100,9 +100,8 @@ def paac_rate(args: Args, n_envs: int, arch: str, split: bool) -> tuple[float, d
             if len(marks) > 20 and marks[-1][0] - marks[19][0] > args.seconds:
                 self.signal = 1  # stop
 
-        def finish(self) -> int:
-            self.writer.close()
-            return 0
+        def _finish(self) -> None:
+            pass
 
     def timed_vec_env(*vec_args: Any) -> Any:
         envs = make_vec_env(*vec_args)

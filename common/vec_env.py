@@ -22,6 +22,7 @@ import multiprocessing.resource_tracker
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -300,6 +301,8 @@ def _work(
     env_fns: CloudpickleWrapper, share: range, memory: _Memory, connection: multiprocessing.connection.Connection
 ) -> None:
     """A worker's life: make the environments, then step or reset them until the pipe ends."""
+    if "torch" in sys.modules:  # an environment that uses it has one core, like any other
+        sys.modules["torch"].set_num_threads(1)
     os.setsid()  # Ctrl-C and `timeout` signal the whole group; only the parent shall answer
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     parent = multiprocessing.parent_process()
@@ -375,6 +378,15 @@ def make_env(spec: EnvSpec, env_kwargs: dict | None = None, render_mode: str | N
         env = gym.make(spec, disable_env_checker=True, **options, **(env_kwargs or {}))
     except TypeError as error:
         raise ValueError(f"{spec.id} does not take {env_kwargs}: {error}") from error
+    try:
+        return _adapt(env)
+    except ValueError:
+        env.close()
+        raise
+
+
+def _adapt(env: gym.Env) -> gym.Env:
+    """The wrappers of `make_env`. Raises ValueError where none would do."""
     space = env.observation_space
     if isinstance(space, spaces.Dict) and len(space) == 1:
         (key,) = space
@@ -394,10 +406,12 @@ def make_env(spec: EnvSpec, env_kwargs: dict | None = None, render_mode: str | N
             float32 = spaces.Box(-np.inf, np.inf, env.observation_space.shape, np.float32)
             env = gym.wrappers.TransformObservation(env, np.float32, float32)
     else:
-        raise ValueError(f"{spec.id} has the observation space {space}; Box, Discrete or a Dict of one Box is needed")
+        raise ValueError(
+            f"{env.spec.id} has the observation space {space}; Box, Discrete or a Dict of one Box is needed"
+        )
     actions = env.action_space
     if not isinstance(actions, spaces.Discrete | spaces.Box):
-        raise ValueError(f"{spec.id} has the action space {actions}; Discrete or Box is needed")
+        raise ValueError(f"{env.spec.id} has the action space {actions}; Discrete or Box is needed")
     if isinstance(actions, spaces.Discrete) and actions.start != 0:
         start = actions.start
         env = gym.wrappers.TransformAction(env, lambda action: action + start, spaces.Discrete(actions.n))

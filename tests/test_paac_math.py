@@ -289,7 +289,7 @@ def test_learning_rate_is_proportional_to_n_envs(tmp_path: Path, n_envs: int, en
 
 
 def test_a_flag_overrides_the_preset(tmp_path: Path) -> None:
-    flags = ["--entropy-coef", "0", "--learning-rate", "0.5", "--n-envs", "64", "--clip-rewards", "False"]
+    flags = ["--entropy-coef", "0", "--learning-rate", "0.5", "--n-envs", "64", "--no-clip-rewards"]
     args, _ = paac.parse(["--preset", "code", *flags, "--run-dir", str(tmp_path / "run")])
     assert (args.entropy_coef, args.learning_rate, args.clip_rewards, args.max_grad_norm) == (0, 0.5, False, 3.0)
 
@@ -419,6 +419,18 @@ def test_to_env_leaves_unbounded_dimensions_alone() -> None:
     np.testing.assert_allclose(result, [[-7.5, 2, 3], [7.5, -2, 0]])
 
 
+def test_to_env_takes_the_largest_float_for_no_bound() -> None:
+    bound = np.array([np.finfo(np.float32).max, 1], np.float32)
+    result = paac.to_env(torch.tensor([[3.0, 3.0], [-5.0, 0.25]]), spaces.Box(-bound, bound))
+    np.testing.assert_allclose(result, [[3, 1], [-5, 0.25]])
+
+
+def test_to_env_rounds_to_integers() -> None:
+    space = spaces.Box(0, 10, (4,), np.int64)
+    result = paac.to_env(torch.tensor([[-1.0, 1.0, 0.18, -0.18]]), space)
+    assert result.dtype == np.int64 and result.tolist() == [[0, 10, 6, 4]]  # 5.9 and 4.1
+
+
 def test_to_env_passes_discrete_actions_on() -> None:
     result = paac.to_env(torch.tensor([0, 3, 2]), spaces.Discrete(4))
     assert result.tolist() == [0, 3, 2] and result.dtype == np.int64
@@ -518,8 +530,10 @@ def test_train_is_algorithm_1(case: str, tmp_path: Path, monkeypatch: pytest.Mon
     options = {"max_grad_norm": 40.0, "clip_rewards": False, "continuous": False} | CASES[case]
     values = {"total_steps": 18, "t_max": 3, "n_envs": 2, "gamma": 0.9, "entropy_coef": 0.05, "learning_rate": 0.3}
     values |= {"rms_decay": 0.8, "rms_eps": 0.05, "reward_scale": 0.6, "seed": 5, "n_workers": 0, "eval_episodes": 0}
-    values |= {name: options[name] for name in ("max_grad_norm", "clip_rewards")}
+    values["max_grad_norm"] = options["max_grad_norm"]
     flags = [text for k, v in values.items() for text in (f"--{k.replace('_', '-')}", str(v))]
+    values["clip_rewards"] = options["clip_rewards"]
+    flags.append("--clip-rewards" if options["clip_rewards"] else "--no-clip-rewards")
     kwargs = {"ends": options["ends"], "continuous": options["continuous"]}
 
     initial, samples = {}, []
@@ -536,6 +550,7 @@ def test_train_is_algorithm_1(case: str, tmp_path: Path, monkeypatch: pytest.Mon
     to_env = paac.to_env
     monkeypatch.setattr(paac, "ActorCritic", Watched)
     monkeypatch.setattr(paac, "to_env", watched_to_env)
+    monkeypatch.setattr(paac, "env_seed", lambda seed, step: seed)
     run_dir = str(tmp_path / "run")
     argv = ["--env-id", "tests.paac_envs:Walk-v0", "--env-kwargs", json.dumps(kwargs), "--run-dir", run_dir, *flags]
     assert paac.main(argv) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pickle
@@ -19,6 +20,7 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import common.run
 import paac
 
 ROOT = Path(__file__).parent.parent
@@ -143,7 +145,7 @@ def script(*flags: Any) -> Iterator[subprocess.Popen]:
 
 
 def test_run_directory_and_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paac, "LOG_INTERVAL", 2)
+    monkeypatch.setattr(common.run, "LOG_INTERVAL", 2)
     flags = ["--n-workers", "0", *SMALL, "--total-steps", "200", "--eval-episodes", "3", "--seed", "9"]
     assert run("--env-id", "tests.paac_envs:Bandit-v0", *flags) == 0
     (run_dir,) = (tmp_path / "runs").iterdir()
@@ -180,7 +182,7 @@ def test_run_directory_and_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_returns_are_raw_scores(tmp_path: Path) -> None:
     """Learning from clipped and scaled rewards changes nothing in what is reported."""
     kwargs = '{"fault": "huge reward", "after": 1}'  # 1e35 a step, 7 steps an episode
-    flags = [*SMALL, "--n-workers", "0", "--clip-rewards", "True", "--total-steps", "100", "--eval-episodes", "2"]
+    flags = [*SMALL, "--n-workers", "0", "--clip-rewards", "--total-steps", "100", "--eval-episodes", "2"]
     assert run("--env-id", "tests.paac_envs:Faulty-v0", "--env-kwargs", kwargs, *flags, "--run-dir", "r") == 0
     assert summary(tmp_path / "r")["return_last_100"] == pytest.approx(7e35)
     assert summary(tmp_path / "r")["eval"]["mean"] == pytest.approx(7e35)
@@ -310,7 +312,78 @@ def test_a_preset_beside_resume_is_not_ignored(preset: str, interrupted: Path) -
         assert code == 2 and args["preset"] == "vector"
 
 
+def test_resume_of_a_complete_run_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
+    assert run(*BANDIT, *SMALL, "--total-steps", "40", "--run-dir", "r") == 0
+    for flags in ([], ["--total-steps", "20"]):
+        line = refused("--resume", "r", *flags)
+        assert "--resume r" in line and "40" in line and "--total-steps" in line
+
+
+def test_resume_with_other_environments_is_refused(interrupted: Path, refused: Callable[..., str]) -> None:
+    """α = 0.0007 n_e: the run would go on with the learning rate of the old number."""
+    assert "--n-envs 8" in refused("--resume", interrupted, "--n-envs", "8")
+
+
+def test_resume_keeps_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        stop_after(patch, updates=2)
+        assert run(*BANDIT, *SMALL, "--total-steps", "200", "--run-dir", "r", "--device", "cpu") == 130
+    assert run("--resume", "r") == 0
+    assert json.loads((tmp_path / "r" / "args.json").read_text())["device"] == "cpu"
+
+
+def test_the_user_is_told_where_the_run_is(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    stop_after(monkeypatch, updates=2)
+    assert run(*BANDIT, *SMALL, "--total-steps", "200", "--run-dir", "r") == 130
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "run directory: r"
+    assert "step 40" in lines[1] and "--resume r" in lines[1]
+
+
+def test_seeds_of_environments_do_not_overlap() -> None:
+    keys = [(seed, step) for seed in range(20) for step in (0, 160, 320)] + [
+        (s, 0, k) for s in range(20) for k in (1, 2)
+    ]
+    seeds = sorted(paac.env_seed(*key) for key in keys)
+    assert min(b - a for a, b in itertools.pairwise(seeds)) > 256
+    assert seeds[0] >= 0 and seeds[-1] < 2**30 and paac.env_seed(3, 160) == paac.env_seed(3, 160)
+
+
 # ---------------------------------------------------------------------------------------------------- signals
+
+
+def test_signal_while_it_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training was complete by then, and the summary says so."""
+
+    def interrupted_evaluate(args: Any, policy: Any, stopped: Callable[[], bool]) -> None:
+        assert summary(tmp_path / "r")["status"] == "completed"
+        signal.raise_signal(signal.SIGTERM)
+        return evaluate(args, policy, stopped)
+
+    evaluate = common.run.evaluate
+    monkeypatch.setattr(common.run, "evaluate", interrupted_evaluate)
+    assert run(*BANDIT, "--eval-episodes", "5", *SMALL, "--total-steps", "40", "--run-dir", "r") == 143
+    assert (summary(tmp_path / "r")["status"], summary(tmp_path / "r")["eval"]) == ("completed", None)
+
+
+def test_signal_while_it_is_recorded(tmp_path: Path) -> None:
+    """Half an episode is not written."""
+    args = paac.Args(env_id="PongNoFrameskip-v4", run_dir=str(tmp_path))
+    common.run.record(args, lambda obs: [0] * len(obs), stopped=lambda: True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_evaluation_of_an_endless_environment_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common.run, "MAX_EPISODE_STEPS", 12)
+    kwargs = '{"ends": [[1000000, "terminated"]]}'
+    args = paac.Args(env_id="tests.paac_envs:Walk-v0", env_kwargs=kwargs, eval_episodes=2, n_workers=0)
+    steps = []
+
+    def policy(obs: Any) -> list[int]:
+        steps.append(len(obs))
+        return [0] * len(obs)
+
+    assert common.run.evaluate(args, policy)["episodes"] == 2 and steps == [2] * 12
 
 
 @on_linux
@@ -334,7 +407,7 @@ def test_signal_saves_and_ends_the_run(number: int, code: int, tmp_path: Path) -
 @on_linux
 def test_sigkill_of_the_parent_ends_the_workers(tmp_path: Path) -> None:
     """One worker hangs in a step by then, the other waits for work."""
-    kwargs = {"fault": "hang", "after": 30, "only": 3, "stamp": str(tmp_path / "stamp")}
+    kwargs = {"fault": "hang", "after": 30, "only": paac.env_seed(1, 0) + 2, "stamp": str(tmp_path / "stamp")}
     flags = ["--env-id", "tests.paac_envs:Faulty-v0", "--env-kwargs", json.dumps(kwargs), *SMALL, "--n-workers", "2"]
     with script(*flags, "--total-steps", ENDLESS, "--run-dir", tmp_path / "r") as process:
         assert wait_for((tmp_path / "stamp").exists, 60)
@@ -348,8 +421,8 @@ def test_sigkill_of_the_parent_ends_the_workers(tmp_path: Path) -> None:
 
 
 def faulty(fault: str, n_workers: int, tmp_path: Path) -> list[str]:
-    """Flags of a run whose environment 2, seeded 3, fails in the eighth update; 4 environments, 20 steps each."""
-    kwargs = {"fault": fault, "after": 38, "only": 3, "stamp": str(tmp_path / "stamp")}
+    """Flags of a run whose environment 2 fails in the eighth update; 4 environments, 20 steps each."""
+    kwargs = {"fault": fault, "after": 38, "only": paac.env_seed(1, 0) + 2, "stamp": str(tmp_path / "stamp")}
     flags = ["--env-id", "tests.paac_envs:Faulty-v0", "--env-kwargs", json.dumps(kwargs), *SMALL, "--seed", "1"]
     flags += ["--n-workers", str(n_workers), "--checkpoint-interval", "20", "--total-steps", ENDLESS]
     return [*flags, "--run-dir", str(tmp_path / "r")]
@@ -394,6 +467,14 @@ def test_fault_of_an_environment(fault: str, n_workers: int, tmp_path: Path, cap
 
 
 @on_linux
+def test_what_was_learned_before_a_fault_is_kept(tmp_path: Path) -> None:
+    """The model is sound when an environment fails, so a checkpoint is written although none is due."""
+    assert run(*faulty("raise", 2, tmp_path), "--checkpoint-interval", "1000000") == 1
+    assert checkpoint(tmp_path / "r")["step"] == summary(tmp_path / "r")["steps"] == 140
+    assert summary(tmp_path / "r")["status"] == "interrupted"
+
+
+@on_linux
 def test_loss_that_is_not_finite(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     others = descendants(os.getpid())
     assert run(*faulty("huge reward", 2, tmp_path)) == 1
@@ -426,8 +507,7 @@ def test_failed_write_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: py
     assert run(*flags, "--run-dir", "whole") == 0
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", failing)
-        with contextlib.suppress(OSError):  # or a status of its own
-            assert run(*flags, "--run-dir", "r") == 1
+        assert run(*flags, "--run-dir", "r") == 1
     assert calls == [20, 40, 60] and checkpoint(tmp_path / "r")["step"] == 40
     assert run("--resume", "r") == 0
     assert same(checkpoint(tmp_path / "whole")["model"], checkpoint(tmp_path / "r")["model"])
@@ -476,8 +556,8 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         before = content()
         capfd.readouterr()
         with monkeypatch.context() as patch:
-            for name in ("train", "evaluate", "make_vec_env", "Run"):
-                patch.setattr(paac, name, started)
+            for module, name in ((paac, "train"), (paac, "evaluate_run"), (paac, "Run"), (common.run, "make_vec_env")):
+                patch.setattr(module, name, started)
             code = run(*flags)
         stderr = capfd.readouterr().err
         assert content() == before
@@ -592,6 +672,14 @@ def test_refused_checkpoint(flag: str, interrupted: Path, tmp_path: Path, refuse
 def test_refused_checkpoint_without_its_parts(interrupted: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
     torch.save({"script": "paac"}, interrupted / "checkpoint.pt")
     assert "--resume" in refused("--resume", interrupted)
+
+
+@pytest.mark.parametrize("key", ["returns", "wall_seconds", "cuda_rng", "optimizer"])
+def test_refused_checkpoint_without_a_part(key: str, interrupted: Path, refused: Callable[..., str]) -> None:
+    state = checkpoint(interrupted)
+    del state[key]
+    torch.save(state, interrupted / "checkpoint.pt")
+    assert key in refused("--resume", interrupted)
 
 
 class Payload:

@@ -1,0 +1,397 @@
+"""What every trainer has around its algorithm: flags, run directory, checkpoints, progress, signals, evaluation.
+
+A trainer's `Args` has at least env_id, env_kwargs, total_steps, seed, run_dir, checkpoint_interval, resume,
+evaluate, eval_episodes, record and n_workers; `script` is the trainer's name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from PIL import Image
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from common.atari import is_atari
+from common.vec_env import WorkerError, find_spec, make_env, make_vec_env
+
+LOG_INTERVAL = 100  # updates between two points in TensorBoard
+PRINT_INTERVAL = 30  # seconds between two lines where there is no terminal for a progress bar
+MAX_EPISODE_STEPS = 27_000  # where an evaluated episode is cut if nothing else ends it: half an hour of Atari
+MAX_FRAMES = 3000  # of a GIF
+
+Policy = Callable[[np.ndarray], np.ndarray]  # observations (n, ...) → actions as the environments take them
+
+
+class UsageError(Exception):
+    """Wrong arguments: one line for the user, exit status 2."""
+
+
+# ------------------------------------------------------------------------------------------------------ flags
+
+
+def read_flags(argv: list[str] | None, default: Any, description: str) -> Any:
+    """The command line by tyro, into a copy of the dataclass `default`.
+
+    Raises:
+        UsageError: tyro refuses it; with the first sentence of its box.
+    """
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(output):
+            return tyro.cli(type(default), args=argv, default=default, description=description)
+    except SystemExit as error:
+        if not error.code:
+            raise  # --help
+        lines = [line.strip("│ ") for line in output.getvalue().splitlines()[1:]]
+        raise UsageError(" ".join(itertools.takewhile(lambda line: line.strip("─"), lines))) from None
+
+
+def read_run(script: str, argv: list[str] | None, args: Any, fixed: tuple[str, ...]) -> tuple[Any, dict]:
+    """The flags and the checkpoint of the run that --resume or --evaluate names; flags in `argv` override its own.
+
+    Raises:
+        UsageError: the run cannot be used, or a flag of `fixed` is not as the run has it.
+    """
+    if args.resume and args.evaluate:
+        raise UsageError("--resume and --evaluate exclude each other")
+    flag, folder = ("--resume", args.resume) if args.resume else ("--evaluate", args.evaluate)
+    checkpoint = load_checkpoint(script, flag, folder)
+    own = {"run_dir": folder, "record": False, "resume": None, "evaluate": None}
+    try:
+        past = type(args)(**checkpoint["args"] | own)
+    except TypeError as error:
+        raise UsageError(f"{flag} {folder}: it is from another version of {script}.py: {error}") from error
+    args = read_flags(argv, past, "")
+    for name in ("env_id", "run_dir", *fixed):
+        if getattr(args, name) != getattr(past, name):
+            raise UsageError(f"{flag_and_value(args, name)}: {flag} {folder} has {getattr(past, name)}")
+    if args.resume and checkpoint["step"] >= args.total_steps:
+        done = f"it has done {checkpoint['step']:,} of {args.total_steps:,} steps"
+        raise UsageError(f"--resume {folder}: {done}; a larger --total-steps goes on from there")
+    return args, checkpoint
+
+
+def check_env(args: Any) -> gym.Env:
+    """An environment that was made as the flags say and is closed again, for its spaces.
+
+    Raises:
+        UsageError: it cannot be made, or not be drawn where --record wants that.
+    """
+    try:
+        env_kwargs = json.loads(args.env_kwargs)
+    except ValueError:
+        env_kwargs = None
+    if not isinstance(env_kwargs, dict):
+        raise UsageError(f"--env-kwargs {args.env_kwargs}: a JSON object is needed")
+    try:
+        env = make_env(find_spec(args.env_id), env_kwargs, "rgb_array" if args.record else None)
+    except Exception as error:
+        raise UsageError(f"--env-id {args.env_id}: {error}") from error
+    with contextlib.closing(env):
+        if args.record:
+            try:
+                env.reset()
+                Image.fromarray(env.render())
+            except Exception as error:
+                cause = error or type(error).__name__
+                raise UsageError(f"--record: {args.env_id} cannot be drawn here: {cause}") from error
+    return env
+
+
+def check_range(args: Any, names: str, low: float, high: float = math.inf) -> None:
+    """Raises UsageError where one of the flags is not finite or lies outside [low, high]."""
+    for name in names.split():
+        if not (math.isfinite(getattr(args, name)) and low <= getattr(args, name) <= high):
+            raise UsageError(f"{flag_and_value(args, name)}: it must lie in [{low}, {high}]")
+
+
+def flag_and_value(args: Any, name: str) -> str:
+    return f"--{name.replace('_', '-')} {getattr(args, name)}"
+
+
+def n_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of --device.
+
+    Raises:
+        UsageError: there is no CUDA device.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: no CUDA device is available")
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def env_seed(*key: int) -> int:
+    """A seed for a vector environment, which adds i for environment i; other keys lead far away from it."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0]) >> 2  # ALE takes 31 bits
+
+
+# ------------------------------------------------------------------------------ run directory and checkpoints
+
+
+def make_run_dir(script: str, args: Any) -> None:
+    """Make the new folder `args.run_dir`, named after the run where that is None.
+
+    Raises:
+        UsageError: it exists or cannot be made.
+    """
+    name = f"{args.env_id}__{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    args.run_dir = args.run_dir or str(Path("runs") / re.sub(r"[^\w.-]", "-", name))
+    try:
+        Path(args.run_dir).mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"--run-dir {args.run_dir}: {error.strerror}") from error
+
+
+def write_json(path: Path, content: dict) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def load_checkpoint(script: str, flag: str, run_dir: str) -> dict:
+    """The checkpoint of a run directory of this script; runs no code that the file may hold.
+
+    Raises:
+        UsageError: there is none, it is damaged, or another script wrote it.
+    """
+    path = Path(run_dir) / "checkpoint.pt"
+    if not path.is_file():
+        raise UsageError(f"{flag} {run_dir}: it holds no checkpoint.pt")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        writer, keys = checkpoint.get("script"), set(checkpoint)
+    except Exception as error:
+        raise UsageError(f"{flag} {run_dir}: checkpoint.pt is damaged or not a checkpoint") from error
+    if writer != script:
+        raise UsageError(f"{flag} {run_dir}: checkpoint.pt was written by {writer}.py, not by {script}.py")
+    needed = {"args", *Run.COUNTS, "returns", "model", "optimizer", "torch_rng", "cuda_rng"}
+    if missing := needed - keys:
+        raise UsageError(f"{flag} {run_dir}: checkpoint.pt is not whole, it lacks {', '.join(sorted(missing))}")
+    return checkpoint
+
+
+def load_model(model: nn.Module, checkpoint: dict) -> None:
+    """Raises UsageError where the checkpoint holds a network of another shape."""
+    try:
+        model.load_state_dict(checkpoint["model"])
+    except RuntimeError as error:
+        raise UsageError("the checkpoint holds another network: --arch or the environment has changed") from error
+
+
+class Run:
+    """A context around training: counts and logs, saves when it should, and evaluates at the end.
+
+    Args:
+        checkpoint: where to go on; None starts afresh.
+        policy: what is evaluated when training is complete.
+    """
+
+    COUNTS = ("step", "updates", "episodes", "wall_seconds")
+
+    def __init__(
+        self,
+        script: str,
+        args: Any,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        policy: Policy,
+        checkpoint: dict | None,
+    ) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second, which no worker process needs to spend
+
+        self.script, self.args, self.dir = script, args, Path(args.run_dir)
+        self.model, self.optimizer, self.policy = model, optimizer, policy
+        self.step = self.updates = self.episodes = self.signal = 0
+        self.wall_seconds, self.returns = 0.0, deque(maxlen=100)  # of the last 100 episodes
+        self.finished: list[tuple[float, int]] = []  # (return, length) of episodes since the last point
+        if checkpoint:
+            self._restore(checkpoint)
+        self.first_step = self.saved_step = self.logged_step = self.step
+        self.started = self.logged_time = self.printed_time = time.monotonic()
+        self.handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        write_json(self.dir / "args.json", dataclasses.asdict(args))
+        self.writer = SummaryWriter(str(self.dir), purge_step=self.step + 1 if checkpoint else None)
+        print(f"run directory: {self.dir}", flush=True)
+        options = {"unit": "step", "unit_scale": True, "dynamic_ncols": True, "disable": not sys.stderr.isatty()}
+        self.bar = tqdm(total=args.total_steps, initial=self.step, **options)
+
+    def _restore(self, checkpoint: dict) -> None:
+        load_model(self.model, checkpoint)
+        groups = self.optimizer.state_dict()["param_groups"]  # the flags' constants, not the checkpoint's
+        self.optimizer.load_state_dict(checkpoint["optimizer"] | {"param_groups": groups})
+        torch.set_rng_state(checkpoint["torch_rng"])
+        if checkpoint["cuda_rng"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(checkpoint["cuda_rng"])
+        for name in self.COUNTS:
+            setattr(self, name, checkpoint[name])
+        self.returns.extend(checkpoint["returns"])
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self.signal = number  # training stops after this update and saves; a second signal ends it at once
+        signal.signal(number, signal.SIG_DFL)
+
+    @property
+    def stopped(self) -> bool:
+        return self.signal != 0
+
+    @property
+    def exit_status(self) -> int:
+        return 128 + self.signal if self.signal else 0
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock time of the run, earlier parts included."""
+        return self.wall_seconds + time.monotonic() - self.started
+
+    def count_episodes(self, returns: np.ndarray, lengths: np.ndarray) -> None:
+        """Take note of episodes that ended: their raw returns and their lengths in agent steps."""
+        self.finished.extend(zip(returns.tolist(), lengths.tolist(), strict=True))
+        self.returns.extend(returns.tolist())
+        self.episodes += len(returns)
+
+    def count_update(self, step: int, scalars: dict[str, Any]) -> None:
+        """Take note of an update; now and then log the scalars, show the progress and write a checkpoint."""
+        self.bar.update(step - self.step)
+        self.step, self.updates = step, self.updates + 1
+        if self.updates % LOG_INTERVAL == 0 or step >= self.args.total_steps:
+            self._log(scalars)
+        if step - self.saved_step >= self.args.checkpoint_interval:
+            self.save()
+
+    def _log(self, scalars: dict[str, Any]) -> None:
+        now, total = time.monotonic(), self.args.total_steps
+        speed = (self.step - self.logged_step) / (now - self.logged_time)
+        self.logged_step, self.logged_time = self.step, now
+        scalars = scalars | {"charts/SPS": speed}
+        if self.finished:
+            scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(self.finished, axis=0)
+            self.finished.clear()
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, value.item() if isinstance(value, Tensor) else value, self.step)
+        mean = f"return {np.mean(self.returns):.2f}" if self.returns else "no episode yet"
+        self.bar.set_postfix_str(mean, refresh=False)
+        if self.bar.disable and now - self.printed_time > PRINT_INTERVAL:
+            left = tqdm.format_interval((total - self.step) / speed)
+            print(f"step {self.step:,} of {total:,}, {speed:,.0f} steps/s, {mean}, {left} left", flush=True)
+            self.printed_time = now
+
+    def save(self) -> None:
+        """Write checkpoint.pt beside the old one and rename it, so that a kill at any instant leaves a whole one."""
+        state = {"script": self.script, "args": dataclasses.asdict(self.args)}
+        state |= {"step": self.step, "updates": self.updates, "episodes": self.episodes}
+        state |= {"wall_seconds": self.seconds, "returns": list(self.returns)}
+        state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state |= {"torch_rng": torch.get_rng_state()}
+        state |= {"cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None}
+        temporary = self.dir / "checkpoint.pt.tmp"
+        with open(temporary, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.dir / "checkpoint.pt")
+        self.saved_step = self.step
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        self.bar.close()
+        try:
+            if kind is None or issubclass(kind, WorkerError):  # after any other failure the parameters may be damaged
+                self._finish()
+        finally:
+            self.writer.close()
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+
+    def _finish(self) -> None:
+        self.save()
+        complete = self.step >= self.args.total_steps
+        speed = (self.step - self.first_step) / (self.seconds - self.wall_seconds)
+        summary = {"script": self.script, "env_id": self.args.env_id, "seed": self.args.seed, "steps": self.step}
+        summary |= {"episodes": self.episodes, "wall_seconds": round(self.seconds, 1)}
+        summary |= {"steps_per_second": round(speed, 1)}
+        summary |= {"return_last_100": float(np.mean(self.returns)) if self.returns else None}
+        summary |= {"status": "completed" if complete else "interrupted", "eval": None}
+        write_json(self.dir / "summary.json", summary)
+        if not complete:
+            print(f"stopped at step {self.step:,}; --resume {self.dir} goes on from there", flush=True)
+        elif result := evaluate_run(self.script, self.args, self.policy, lambda: self.stopped):
+            self.writer.add_scalar("eval/return_mean", result["mean"], self.step)
+
+
+# ------------------------------------------------------------------------------------------------- evaluation
+
+
+def evaluate_run(
+    script: str, args: Any, policy: Policy, stopped: Callable[[], bool] = lambda: False
+) -> dict[str, float] | None:
+    """Evaluate and record as --eval-episodes and --record say; the result goes into the run's summary.json."""
+    result, path = None, Path(args.run_dir) / "summary.json"
+    if args.eval_episodes and (result := evaluate(args, policy, stopped)):
+        summary = json.loads(path.read_text()) if path.exists() else {"script": script, "env_id": args.env_id}
+        write_json(path, summary | {"eval": result})
+        print("{episodes} episodes: {mean:.2f} ± {std:.2f}, from {min:.2f} to {max:.2f}".format(**result), flush=True)
+    if args.record:
+        record(args, policy, stopped)
+    return result
+
+
+def evaluate(args: Any, policy: Policy, stopped: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
+    """Play `eval_episodes` episodes in parallel, one per environment; statistics of their raw returns.
+
+    Starts are seeded apart from those of training. None when stopped.
+    """
+    n = args.eval_episodes
+    with contextlib.closing(make_vec_env(args.env_id, n, min(args.n_workers, n), json.loads(args.env_kwargs))) as envs:
+        obs, returns, running = envs.reset(seed=env_seed(args.seed, 0, 1))[0], np.zeros(n), np.ones(n, np.bool_)
+        for _ in range(MAX_EPISODE_STEPS):
+            obs, reward, terminated, truncated, _ = envs.step(policy(obs))
+            returns += reward * running
+            running &= ~(terminated | truncated)
+            if stopped():
+                return None
+            if not running.any():
+                break
+    return {"episodes": n} | {name: float(getattr(returns, name)()) for name in ("mean", "std", "min", "max")}
+
+
+def record(args: Any, policy: Policy, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Play one episode and write it as agent.gif into the run directory, its first MAX_FRAMES steps at most."""
+    env = make_env(find_spec(args.env_id), json.loads(args.env_kwargs), "rgb_array")
+    with contextlib.closing(env):
+        obs, done, frames, score = env.reset(seed=env_seed(args.seed, 0, 2))[0], False, [], 0.0
+        while not done and len(frames) < MAX_FRAMES:
+            frames.append(Image.fromarray(env.render()))
+            obs, reward, terminated, truncated, _ = env.step(policy(obs[None])[0])
+            score, done = score + float(reward), terminated or truncated
+            if stopped():
+                return
+    fps = 15 if is_atari(env.spec) else env.metadata.get("render_fps", 30)  # an Atari step is 4 frames of 60 a second
+    path = Path(args.run_dir) / "agent.gif"
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=round(1000 / fps), loop=0)
+    print(f"{path}: {len(frames)} steps, return {score:.2f}", flush=True)
