@@ -20,6 +20,7 @@ Where the paper and its released code (github.com/Alfredvc/paac) differ or are s
 - RMSProp has ε inside the root and starts from g = 1, as TensorFlow's, which the code used;
 - α falls to zero over N_max (the code; the paper does not say);
 - N_max, β and the clipping threshold are the paper's with `--preset paper`, the code's with `--preset code`.
+
 Departures: a time limit does not cut the return, it bootstraps from V of the final observation; games start with
 0 to 30 no-ops (the code), the paper says 1 to 30. The paper has no vectors and no continuous actions: the MLP, its
 running normalisation, the Gaussian and the presets `vector` and `continuous` are ours. Everything is float32, but
@@ -34,7 +35,7 @@ if __name__ == "__main__":  # OpenMP's threads would go on spinning between forw
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import contextlib
-import ctypes
+import functools
 import json
 import math
 import sys
@@ -57,7 +58,8 @@ from common.run import (
     check_range,
     env_seed,
     evaluate_run,
-    load_model,
+    keep_freed_memory,
+    load_part,
     make_run_dir,
     n_cores,
     pick_device,
@@ -297,10 +299,11 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     envs = RecordEpisodeStatistics(make_vec_env(args.env_id, args.n_envs, args.n_workers, json.loads(args.env_kwargs)))
     model = ActorCritic(envs.single_observation_space, envs.single_action_space, args.arch).to(device)
     optimizer = RMSProp(model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, initial_square=1.0)
-    policy = make_policy(model, envs.single_action_space)
+    new_policy = functools.partial(make_policy, model, envs.single_action_space)
+    parts = {"model": model, "optimizer": optimizer}
     shape = (args.t_max, args.n_envs)
     rewards, dones = np.zeros(shape, np.float32), np.zeros(shape, np.bool_)
-    with Run(SCRIPT, args, model, optimizer, policy, checkpoint) as run, contextlib.closing(envs):
+    with Run(SCRIPT, args, parts, new_policy, checkpoint) as run, contextlib.closing(envs):
         step = run.step
         obs = to_device(envs.reset(seed=env_seed(args.seed, step))[0], device)
         while step < args.total_steps and not run.stopped:  # l. 3, 20
@@ -416,11 +419,7 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc would return freed memory to the system at each step, and page it in again
-        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-        libc.mallopt(M_TRIM_THRESHOLD, 1 << 28)
-        libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)
+    keep_freed_memory()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is wrong with the arguments is said in one line
@@ -429,9 +428,9 @@ def main(argv: list[str] | None = None) -> int:
             return train(args, checkpoint)
         env = check_env(args)
         model = ActorCritic(env.observation_space, env.action_space, args.arch).to(pick_device(args.device))
-        load_model(model, checkpoint)
+        load_part("model", model, checkpoint)
         torch.manual_seed(args.seed)
-        evaluate_run(SCRIPT, args, make_policy(model, env.action_space))
+        evaluate_run(SCRIPT, args, functools.partial(make_policy, model, env.action_space))
         return 0
     except (UsageError, WorkerError, FloatingPointError, OSError) as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)

@@ -51,8 +51,8 @@ class Args:
     """rounds"""
     sb3: bool = False
     """also run stable-baselines3's A2C: its CnnPolicy on the same vector environment, in a process of its own"""
-    sb3_worker: tyro.conf.Suppress[bool] = False
-    """internal"""
+    sb3_worker: bool = False
+    """print the steps/s of stable-baselines3's A2C and nothing else: what --sb3 starts"""
 
 
 def environment_rate(args: Args, n_envs: int) -> float:

@@ -1,12 +1,13 @@
 """What every trainer has around its algorithm: flags, run directory, checkpoints, progress, signals, evaluation.
 
 A trainer's `Args` has at least env_id, env_kwargs, total_steps, seed, run_dir, checkpoint_interval, resume,
-evaluate, eval_episodes, record and n_workers; `script` is the trainer's name.
+evaluate, eval_episodes and record; `script` is the trainer's name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import io
 import itertools
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 import tyro
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from common.atari import is_atari
@@ -144,6 +145,15 @@ def pick_device(name: str) -> torch.device:
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
 
 
+def keep_freed_memory() -> None:
+    """Let glibc keep memory that is freed: it would return it to the system at each step, and page it in again."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+        libc.mallopt(M_TRIM_THRESHOLD, 1 << 28)
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)
+
+
 def env_seed(*key: int) -> int:
     """A seed for a vector environment, which adds i for environment i; other keys lead far away from it."""
     return int(np.random.SeedSequence(key).generate_state(1)[0]) >> 2  # ALE takes 31 bits
@@ -164,6 +174,11 @@ def make_run_dir(script: str, args: Any) -> None:
         Path(args.run_dir).mkdir(parents=True)
     except OSError as error:
         raise UsageError(f"--run-dir {args.run_dir}: {error.strerror}") from error
+
+
+def to_float(value: Any) -> float:
+    """A number, or a tensor of one number whether or not it has a gradient."""
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -188,26 +203,36 @@ def load_checkpoint(script: str, flag: str, run_dir: str) -> dict:
         raise UsageError(f"{flag} {run_dir}: checkpoint.pt is damaged or not a checkpoint") from error
     if writer != script:
         raise UsageError(f"{flag} {run_dir}: checkpoint.pt was written by {writer}.py, not by {script}.py")
-    needed = {"args", *Run.COUNTS, "returns", "model", "optimizer", "torch_rng", "cuda_rng"}
+    needed = {"args", *Run.COUNTS, "returns", "model", "torch_rng", "cuda_rng"}
     if missing := needed - keys:
         raise UsageError(f"{flag} {run_dir}: checkpoint.pt is not whole, it lacks {', '.join(sorted(missing))}")
     return checkpoint
 
 
-def load_model(model: nn.Module, checkpoint: dict) -> None:
-    """Raises UsageError where the checkpoint holds a network of another shape."""
+def load_part(name: str, part: Any, checkpoint: dict) -> None:
+    """Load the state of a module or an optimizer, whose constants stay those of the flags.
+
+    Raises:
+        UsageError: the checkpoint holds none, or one of another shape.
+    """
     try:
-        model.load_state_dict(checkpoint["model"])
-    except RuntimeError as error:
-        raise UsageError("the checkpoint holds another network: --arch or the environment has changed") from error
+        state = checkpoint[name]
+        if isinstance(part, torch.optim.Optimizer):
+            state = state | {"param_groups": part.state_dict()["param_groups"]}
+        part.load_state_dict(state)
+    except (KeyError, RuntimeError, ValueError) as error:
+        what = f"the checkpoint holds another {name}"
+        raise UsageError(f"{what}: the environment or a flag that shapes the network has changed") from error
 
 
 class Run:
     """A context around training: counts and logs, saves when it should, and evaluates at the end.
 
     Args:
+        parts: what a checkpoint saves, by name: model, optimizer and whatever else has a state_dict.
+        new_policy: makes the policy that is evaluated when training is complete.
         checkpoint: where to go on; None starts afresh.
-        policy: what is evaluated when training is complete.
+        quiet: makes a context in which nobody changes the parts.
     """
 
     COUNTS = ("step", "updates", "episodes", "wall_seconds")
@@ -216,15 +241,15 @@ class Run:
         self,
         script: str,
         args: Any,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        policy: Policy,
+        parts: dict[str, Any],
+        new_policy: Callable[[], Policy],
         checkpoint: dict | None,
+        quiet: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second, which no worker process needs to spend
 
         self.script, self.args, self.dir = script, args, Path(args.run_dir)
-        self.model, self.optimizer, self.policy = model, optimizer, policy
+        self.parts, self.new_policy, self.quiet = parts, new_policy, quiet
         self.step = self.updates = self.episodes = self.signal = 0
         self.wall_seconds, self.returns = 0.0, deque(maxlen=100)  # of the last 100 episodes
         self.finished: list[tuple[float, int]] = []  # (return, length) of episodes since the last point
@@ -240,9 +265,8 @@ class Run:
         self.bar = tqdm(total=args.total_steps, initial=self.step, **options)
 
     def _restore(self, checkpoint: dict) -> None:
-        load_model(self.model, checkpoint)
-        groups = self.optimizer.state_dict()["param_groups"]  # the flags' constants, not the checkpoint's
-        self.optimizer.load_state_dict(checkpoint["optimizer"] | {"param_groups": groups})
+        for name, part in self.parts.items():
+            load_part(name, part, checkpoint)
         torch.set_rng_state(checkpoint["torch_rng"])
         if checkpoint["cuda_rng"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(checkpoint["cuda_rng"])
@@ -291,25 +315,30 @@ class Run:
             scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(self.finished, axis=0)
             self.finished.clear()
         for tag, value in scalars.items():
-            self.writer.add_scalar(tag, value.item() if isinstance(value, Tensor) else value, self.step)
+            self.writer.add_scalar(tag, to_float(value), self.step)
         mean = f"return {np.mean(self.returns):.2f}" if self.returns else "no episode yet"
         self.bar.set_postfix_str(mean, refresh=False)
         if self.bar.disable and now - self.printed_time > PRINT_INTERVAL:
-            left = tqdm.format_interval((total - self.step) / speed)
+            left = tqdm.format_interval((total - self.step) / max(speed, 1e-3))
             print(f"step {self.step:,} of {total:,}, {speed:,.0f} steps/s, {mean}, {left} left", flush=True)
             self.printed_time = now
+
+    def event(self, text: str) -> None:
+        """Print something worth knowing and put it into TensorBoard."""
+        tqdm.write(text)
+        self.writer.add_text("events", text, self.step)
 
     def save(self) -> None:
         """Write checkpoint.pt beside the old one and rename it, so that a kill at any instant leaves a whole one."""
         state = {"script": self.script, "args": dataclasses.asdict(self.args)}
         state |= {"step": self.step, "updates": self.updates, "episodes": self.episodes}
         state |= {"wall_seconds": self.seconds, "returns": list(self.returns)}
-        state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         state |= {"torch_rng": torch.get_rng_state()}
         state |= {"cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None}
         temporary = self.dir / "checkpoint.pt.tmp"
         with open(temporary, "wb") as file:
-            torch.save(state, file)
+            with self.quiet():
+                torch.save(state | {name: part.state_dict() for name, part in self.parts.items()}, file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self.dir / "checkpoint.pt")
@@ -340,7 +369,7 @@ class Run:
         write_json(self.dir / "summary.json", summary)
         if not complete:
             print(f"stopped at step {self.step:,}; --resume {self.dir} goes on from there", flush=True)
-        elif result := evaluate_run(self.script, self.args, self.policy, lambda: self.stopped):
+        elif result := evaluate_run(self.script, self.args, self.new_policy, lambda: self.stopped):
             self.writer.add_scalar("eval/return_mean", result["mean"], self.step)
 
 
@@ -348,16 +377,16 @@ class Run:
 
 
 def evaluate_run(
-    script: str, args: Any, policy: Policy, stopped: Callable[[], bool] = lambda: False
+    script: str, args: Any, new_policy: Callable[[], Policy], stopped: Callable[[], bool] = lambda: False
 ) -> dict[str, float] | None:
     """Evaluate and record as --eval-episodes and --record say; the result goes into the run's summary.json."""
     result, path = None, Path(args.run_dir) / "summary.json"
-    if args.eval_episodes and (result := evaluate(args, policy, stopped)):
+    if args.eval_episodes and (result := evaluate(args, new_policy(), stopped)):
         summary = json.loads(path.read_text()) if path.exists() else {"script": script, "env_id": args.env_id}
         write_json(path, summary | {"eval": result})
         print("{episodes} episodes: {mean:.2f} ± {std:.2f}, from {min:.2f} to {max:.2f}".format(**result), flush=True)
     if args.record:
-        record(args, policy, stopped)
+        record(args, new_policy(), stopped)
     return result
 
 
@@ -366,8 +395,8 @@ def evaluate(args: Any, policy: Policy, stopped: Callable[[], bool] = lambda: Fa
 
     Starts are seeded apart from those of training. None when stopped.
     """
-    n = args.eval_episodes
-    with contextlib.closing(make_vec_env(args.env_id, n, min(args.n_workers, n), json.loads(args.env_kwargs))) as envs:
+    n, n_workers = args.eval_episodes, getattr(args, "n_workers", min(8, n_cores()))
+    with contextlib.closing(make_vec_env(args.env_id, n, min(n_workers, n), json.loads(args.env_kwargs))) as envs:
         obs, returns, running = envs.reset(seed=env_seed(args.seed, 0, 1))[0], np.zeros(n), np.ones(n, np.bool_)
         for _ in range(MAX_EPISODE_STEPS):
             obs, reward, terminated, truncated, _ = envs.step(policy(obs))

@@ -99,22 +99,11 @@ class VecEnv(VectorEnv):
             self._share = _Share(self._shares[0], memory)
             self._run("make", [(env_fns,)])
             return
-        context = multiprocessing.get_context("spawn")
-        multiprocessing.resource_tracker.ensure_running()  # its start would unblock the signals again
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the worker has left our process group
-        try:
-            for k, share in enumerate(self._shares):
-                ours, theirs = context.Pipe()
-                fns = CloudpickleWrapper([env_fns[i] for i in share])
-                worker = context.Process(
-                    target=_work, args=(fns, share, memory, theirs), name=f"vec-env-worker-{k}", daemon=True
-                )
-                worker.start()
-                theirs.close()  # the worker's death must read as the end of the pipe
-                self._workers.append(worker)
-                self._connections.append(ours)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for k, share in enumerate(self._shares):
+            fns = CloudpickleWrapper([env_fns[i] for i in share])
+            worker, connection = start_worker(_work, (fns, share, memory), f"vec-env-worker-{k}")
+            self._workers.append(worker)
+            self._connections.append(connection)
         self._watcher = threading.Thread(target=_watch, args=(self._workers, self._died, self._closing), daemon=True)
         self._watcher.start()
         self._receive_all()  # every environment is made
@@ -301,12 +290,7 @@ def _work(
     env_fns: CloudpickleWrapper, share: range, memory: _Memory, connection: multiprocessing.connection.Connection
 ) -> None:
     """A worker's life: make the environments, then step or reset them until the pipe ends."""
-    if "torch" in sys.modules:  # an environment that uses it has one core, like any other
-        sys.modules["torch"].set_num_threads(1)
-    os.setsid()  # Ctrl-C and `timeout` signal the whole group; only the parent shall answer
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # even in the middle of a step
+    enter_worker()
     environments = _Share(share, memory)
     try:
         answer = environments.make(env_fns.fn)
@@ -324,6 +308,34 @@ def _work(
         connection.send_bytes(pickle.dumps(_Failure(environments.current, traceback.format_exc())))
     finally:
         environments.close()
+
+
+def start_worker(target: Callable, arguments: tuple, name: str) -> tuple[multiprocessing.Process, Any]:
+    """Spawn `target(*arguments, connection)` and return the process and the other end of the connection.
+
+    The target is to call `enter_worker` first. The connection ends when the process does.
+    """
+    context = multiprocessing.get_context("spawn")
+    multiprocessing.resource_tracker.ensure_running()  # its start would unblock the signals again
+    ours, theirs = context.Pipe()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the worker has left our process group
+    try:
+        worker = context.Process(target=target, args=(*arguments, theirs), name=name, daemon=True)
+        worker.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    theirs.close()  # the worker's death must read as the end of the pipe
+    return worker, ours
+
+
+def enter_worker() -> None:
+    """In a process of `start_worker`: one thread of torch, no signals of the terminal, and death with the parent."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    os.setsid()  # Ctrl-C and `timeout` signal the whole group; only the parent shall answer
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # even in the middle of a step
 
 
 def _watch(workers: list, died: list[int], closing: threading.Event) -> None:

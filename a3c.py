@@ -1,0 +1,468 @@
+"""A3C: asynchronous advantage actor-critic (Mnih et al. 2016), feed-forward, LSTM and continuous.
+
+Hogwild: every process plays its own environment with a snapshot θ′ of the shared parameters θ for up to t_max steps,
+or to the end of the episode, and then applies its gradient to θ without a lock (Algorithm S3):
+
+    R_i = r_i + γ R_{i+1},    R = 0 after the episode's last step, else V(s_t; θ′)
+    L = Σ_i [ -log π(a_i|s_i; θ′) (R_i - v_i) - β H(π(s_i; θ′)) + 0.25 (R_i - V(s_i; θ′))² ]
+    d = ∇L, scaled to a norm of at most 40;    α = 0.0007 (1 - T / T_max)
+    g ← 0.99 g + 0.01 d²,    θ ← θ - α d / √(g + ε)          (eq. S2, S3: RMSProp, its g shared as well)
+
+    python a3c.py                                                   # Pong from pixels
+    python a3c.py --lstm                                            # with 256 LSTM cells
+    python a3c.py --env-id CartPole-v1 --total-steps 400_000        # two minutes
+    python a3c.py --env-id Pendulum-v1                              # continuous actions
+    python a3c.py --resume runs/...                                 # go on after an interruption
+    python a3c.py --evaluate runs/... --record                      # 30 episodes and a GIF
+
+Where the sources differ or are silent, this file reads:
+- the network is the small one of the supplement (sec. 8); the main text has the larger one of Mnih et al. 2015 for
+  its 57 games (`--arch nature`);
+- t_max = 5 (supplement; the author wrote 20 to others), α = 0.0007, ε = 0.1, a clipping threshold of 40 and half
+  the learning rate for the critic, hence 0.25 (the author by e-mail, as public reproductions report it);
+- the entropy bonus of sec. 4 is in the loss, which Algorithm S3 leaves out; all sums are sums, not means;
+- g starts from 0; α falls to zero over T_max by the global step;
+- the differential entropy of a Gaussian is the one that sec. 9 prints, of one dimension.
+Departures: a time limit does not cut the return, it bootstraps from V of the final observation (sec. 9 learns from
+whole episodes and never bootstraps: `--t-max` as long as an episode and `--no-bootstrap-limits` do that); losing a
+life does not end an episode; 0 to 30 no-ops. Vectors with Discrete actions and the preset `vector` are ours.
+A process that starts, after --resume too, draws from a random stream of its own: (seed, process, T).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from common.hogwild import Team, Worker, hand_over, share, sync
+from common.run import (
+    Policy,
+    Run,
+    UsageError,
+    check_env,
+    check_range,
+    env_seed,
+    evaluate_run,
+    load_part,
+    make_run_dir,
+    n_cores,
+    read_flags,
+    read_run,
+)
+from common.vec_env import WorkerError, make_vec_env
+
+SCRIPT = "a3c"
+
+# Which constants hold for which kind of task: what differs from Args, which has the Atari ones.
+PRESETS: dict[str, dict[str, Any]] = {
+    "atari": {},
+    # Vectors, ours: rewards of any size, and tasks that are learned in minutes.
+    "vector": {"total_steps": 1_000_000, "clip_rewards": False, "reward_scale": 0.1},
+}
+# Box actions: β is that of sec. 9, the rest ours.
+PRESETS["continuous"] = PRESETS["vector"] | {"entropy_coef": 1e-4}
+
+
+@dataclass
+class Args:
+    env_id: str = "PongNoFrameskip-v4"
+    """any Gymnasium id, `module:Id` included"""
+    env_kwargs: str = "{}"
+    """JSON: keyword arguments for the environment"""
+    preset: Literal["auto", "atari", "vector", "continuous"] = "auto"
+    """constants of the algorithm, see PRESETS; auto: continuous for Box actions, else atari for images or vector"""
+    total_steps: int = 80_000_000
+    """T_max: agent steps of all processes together; 1 step = 1 action = 4 frames on Atari"""
+    seed: int = 1
+    """of environments, initial parameters and action sampling"""
+    run_dir: str | None = None
+    """must not exist yet; None: runs/<env-id>__<script>__<seed>__<time>"""
+    checkpoint_interval: int = 250_000
+    """agent steps between checkpoints"""
+    resume: str | None = None
+    """run directory to go on from, with new episodes; flags given beside it override the run's own"""
+    evaluate: str | None = None
+    """run directory to evaluate; trains nothing"""
+    eval_episodes: int = 30
+    """episodes to evaluate when training ends, all in parallel; 0: none"""
+    record: bool = False
+    """write agent.gif of one more episode into the run directory"""
+
+    n_processes: int | None = None
+    """actor-learners; None: one a core"""
+    arch: Literal["auto", "nips", "nature", "mlp"] = "auto"
+    """network; auto: nips for images, mlp for vectors"""
+    lstm: bool = False
+    """an LSTM after the last hidden layer: 256 cells for images, 128 for vectors"""
+    t_max: int = 5
+    """most steps of a rollout, which also ends with the episode"""
+    optimizer: Literal["shared-rmsprop", "rmsprop", "momentum-sgd"] = "shared-rmsprop"
+    """the three of sec. 4; the statistics of the last two belong to each process"""
+    learning_rate: float = 7e-4
+    """initial α"""
+    gamma: float = 0.99
+    """γ, discount per step"""
+    entropy_coef: float = 0.01
+    """β, weight of the entropy"""
+    value_coef: float = 0.25
+    """weight of the squared value error"""
+    max_grad_norm: float = 40.0
+    """threshold of the global gradient norm"""
+    rms_decay: float = 0.99
+    """decay of RMSProp's mean square g per update, and of momentum SGD's mean gradient"""
+    rms_eps: float = 0.1
+    """ε inside RMSProp's root"""
+    bootstrap_limits: bool = True
+    """a time limit does not cut the return"""
+    clip_rewards: bool = True
+    """learn from rewards clipped to [-1, 1]"""
+    reward_scale: float = 1.0
+    """learn from rewards times this, where they are not clipped"""
+
+
+# ---------------------------------------------------------------------------------------------------- network
+
+States = list[tuple[Tensor, Tensor] | None]  # (h, c) of each trunk, (n, cells) each
+
+
+def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[nn.Module]:
+    return [nn.Conv2d(in_channels, out_channels, kernel, stride), nn.ReLU(inplace=True)]
+
+
+class Trunk(nn.Module):
+    """Observations → features: convolutions or one hidden layer, and an LSTM where it is asked for."""
+
+    def __init__(self, observation_space: spaces.Box, arch: str, lstm: bool) -> None:
+        super().__init__()
+        if arch == "nips":  # (n, 4, 84, 84) → 16x20x20 → 32x9x9 → 256
+            layers = [*conv(4, 16, 8, 4), *conv(16, 32, 4, 2)]
+            layers += [nn.Flatten(), nn.Linear(2592, 256), nn.ReLU(inplace=True)]
+        elif arch == "nature":  # (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7 → 512
+            layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1)]
+            layers += [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(inplace=True)]
+        else:  # sec. 9: (n, d) → 200
+            layers = [nn.Linear(observation_space.shape[0], 200), nn.ReLU(inplace=True)]
+        self.layers, self.size = nn.Sequential(*layers), layers[-2].out_features
+        self.lstm = None
+        if lstm:
+            self.lstm, self.size = nn.LSTMCell(self.size, cells := 128 if arch == "mlp" else 256), cells
+
+    def forward(self, obs: Tensor, state: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """(t, n, 4, 84, 84) uint8 or (t, n, d) float and (h, c) before them → (t, n, size) and (h, c) after them."""
+        x = obs.flatten(0, 1)
+        hidden = self.layers(x.float() / 255 if x.dtype == torch.uint8 else x).unflatten(0, obs.shape[:2])
+        if self.lstm is None:
+            return hidden, None
+        outputs = []
+        for x in hidden:
+            state = self.lstm(x, state)  # None: zeros
+            outputs.append(state[0])
+        return torch.stack(outputs), state
+
+
+class ActorCritic(nn.Module):
+    """π(a|s; θ) and V(s; θ). Discrete actions: one trunk, two heads. Box actions: two networks (sec. 9).
+
+    Initial weights are PyTorch's own, U(±1/√fan_in): the same as Torch7's, which the paper used.
+    """
+
+    def __init__(self, observation_space: spaces.Box, action_space: gym.Space, arch: str, lstm: bool) -> None:
+        super().__init__()
+        self.discrete = isinstance(action_space, spaces.Discrete)
+        n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape) + 1
+        n_trunks = 1 if self.discrete else 2
+        self.trunks = nn.ModuleList([Trunk(observation_space, arch, lstm) for _ in range(n_trunks)])
+        self.policy, self.value = nn.Linear(self.trunks[0].size, n_outputs), nn.Linear(self.trunks[0].size, 1)
+        self.initial_states: States = [None] * n_trunks
+
+    def forward(self, obs: Tensor, states: States) -> tuple[Tensor, Tensor, States]:
+        """Observations (t, n, ...) and the states before them → outputs of π, values (t, n), the states after them.
+
+        Outputs of π: logits (t, n, n_actions), or means and what the variance is made of, (t, n, action_dim + 1).
+        """
+        passed = [trunk(obs, state) for trunk, state in zip(self.trunks, states, strict=True)]
+        features, states = [features for features, _ in passed], [state for _, state in passed]
+        return self.policy(features[0]), self.value(features[-1]).squeeze(-1), states
+
+    def distribution(self, outputs: Tensor) -> torch.distributions.Distribution:
+        """π for the first output of `forward`, of any leading shape; a Gaussian's dimensions are independent."""
+        if self.discrete:
+            return torch.distributions.Categorical(logits=outputs, validate_args=False)
+        variance = F.softplus(outputs[..., -1:]) + 1e-6  # one σ² for all dimensions; the floor is ours
+        mean = outputs[..., :-1]
+        return torch.distributions.Normal(mean, variance.sqrt().expand_as(mean), validate_args=False)
+
+    def log_prob(self, policy: torch.distributions.Distribution, actions: Tensor) -> Tensor:
+        return policy.log_prob(actions) if self.discrete else policy.log_prob(actions).sum(-1)
+
+    def entropy(self, policy: torch.distributions.Distribution) -> Tensor:
+        """Sec. 9 prints ½ (log 2πσ² + 1), the entropy of one dimension, however many there are."""
+        return policy.entropy() if self.discrete else policy.entropy().mean(-1)
+
+
+# ------------------------------------------------------------------------------------------------ mathematics
+
+
+def rollout_returns(rewards: list[float], bootstrap: float, gamma: float) -> Tensor:
+    """R_i = r_i + γ R_{i+1} backwards from the bootstrap value, (len(rewards),)."""
+    returns, R = [], bootstrap
+    for reward in reversed(rewards):
+        R = reward + gamma * R
+        returns.append(R)
+    return torch.tensor(returns[::-1])
+
+
+def a3c_loss(
+    log_probs: Tensor, entropies: Tensor, values: Tensor, returns: Tensor, entropy_coef: float, value_coef: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Algorithm S3's accumulated gradients as a loss: sums over the rollout; all (t,).
+
+    Returns the total, its policy part (entropy included) and its value part.
+    """
+    policy_loss = -(log_probs * (returns - values.detach()) + entropy_coef * entropies).sum()
+    value_loss = value_coef * (returns - values).square().sum()
+    return policy_loss + value_loss, policy_loss, value_loss
+
+
+def linear_decay(initial: float, step: int, total_steps: int) -> float:
+    """The value at `step` of a line from `initial` at step 0 to zero at `total_steps`."""
+    return initial * max(0.0, 1 - step / total_steps)
+
+
+class RMSProp(torch.optim.Optimizer):
+    """g ← decay g + (1 - decay) d²; θ ← θ - lr d / √(g + eps). torch.optim.RMSprop has eps outside the root.
+
+    `initial_square` is g at the start: 1 in TensorFlow and PAAC, 0 in A3C.
+    """
+
+    def __init__(self, params: Any, lr: float, decay: float, eps: float, initial_square: float) -> None:
+        super().__init__(params, {"lr": lr, "decay": decay, "eps": eps})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["square"] = torch.full_like(p, initial_square)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            grads, squares = [p.grad for p in params], [self.state[p]["square"] for p in params]
+            torch._foreach_mul_(squares, group["decay"])
+            torch._foreach_addcmul_(squares, grads, grads, 1 - group["decay"])
+            roots = torch._foreach_add(squares, group["eps"])
+            torch._foreach_sqrt_(roots)
+            torch._foreach_addcdiv_(params, grads, roots, -group["lr"])
+
+
+class MomentumSGD(torch.optim.Optimizer):
+    """m ← decay m + (1 - decay) d; θ ← θ - lr m (sec. 4)."""
+
+    def __init__(self, params: Any, lr: float, decay: float) -> None:
+        super().__init__(params, {"lr": lr, "decay": decay})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["mean"] = torch.zeros_like(p, requires_grad=False)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            grads, means = [p.grad for p in params], [self.state[p]["mean"] for p in params]
+            torch._foreach_mul_(means, group["decay"])
+            torch._foreach_add_(means, grads, alpha=1 - group["decay"])
+            torch._foreach_add_(params, means, alpha=-group["lr"])
+
+
+def to_env(actions: Tensor, space: gym.Space) -> np.ndarray:
+    """Sampled actions as the environment takes them: a Gaussian's [-1, 1] is stretched to the bounds of the space."""
+    actions = actions.cpu().numpy()
+    if isinstance(space, spaces.Discrete):
+        return actions
+    actions = actions.reshape(-1, *space.shape)
+    low, high = space.low.astype(np.float32), space.high.astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):  # the largest float as a bound means that there is none
+        stretched = low + (actions.clip(-1, 1) + 1) / 2 * (high - low)
+        actions = np.where(np.isfinite(high - low), stretched, actions.clip(low, high))
+    return (np.rint(actions) if np.issubdtype(space.dtype, np.integer) else actions).astype(space.dtype)
+
+
+# --------------------------------------------------------------------------------------------------- training
+
+
+def actor_learner(worker: Worker, args: Args, shared_model: ActorCritic, optimizers: list[RMSProp]) -> None:
+    """Algorithm S3, one process of it, to the end of training.
+
+    Raises: WorkerError: the environment failed. FloatingPointError: the loss or its gradient is not finite.
+    """
+    index, start = worker.index, worker.global_step
+    optimizer = optimizers[index % len(optimizers)]
+    torch.manual_seed(env_seed(args.seed, start, index))
+    envs = RecordEpisodeStatistics(make_vec_env(args.env_id, 1, 0, json.loads(args.env_kwargs)))  # n = 1 from here on
+    model = ActorCritic(envs.single_observation_space, envs.single_action_space, args.arch, args.lstm)
+    obs, states = to_tensor(envs.reset(seed=env_seed(args.seed, start, index, 1))[0]), model.initial_states
+    while worker.go_on():
+        sync(model, shared_model)  # θ′ ← θ
+        observations, actions, rewards, first_states, done = [], [], [], states, False
+        while not done and len(rewards) < args.t_max and worker.go_on():
+            with torch.no_grad():
+                output, _, states = model(obs, states)
+                action = model.distribution(output[0]).sample()
+            next_obs, reward, terminated, truncated, info = envs.step(to_env(action, envs.single_action_space))
+            observations.append(obs)
+            actions.append(action)
+            rewards.append(float(np.clip(reward[0], -1, 1) if args.clip_rewards else reward[0] * args.reward_scale))
+            worker.count_step()  # T ← T + 1
+            worker.report_episode(info)
+            obs, done = to_tensor(next_obs), bool(terminated[0] or truncated[0])
+        if not rewards:
+            break
+        R = 0.0
+        if not done or (args.bootstrap_limits and not terminated[0]):
+            last_obs = to_tensor(np.stack(info["final_obs"])) if done else obs
+            with torch.no_grad():
+                R = model(last_obs, states)[1].item()  # the state after s_t is thrown away: s_t will be seen again
+        returns = rollout_returns(rewards, R, args.gamma)
+        # θ′ has not changed: one pass over the whole rollout gives the outputs that were acted on, now with gradients
+        outputs, values, _ = model(torch.cat(observations), first_states)
+        policy = model.distribution(outputs[:, 0])
+        log_probs, entropies = model.log_prob(policy, torch.cat(actions)), model.entropy(policy)
+        loss, policy_loss, value_loss = a3c_loss(
+            log_probs, entropies, values[:, 0], returns, args.entropy_coef, args.value_coef
+        )
+        model.zero_grad()
+        loss.backward()
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        if not torch.isfinite(grad_norm):
+            raise FloatingPointError(f"the loss is {loss.item()}, the norm of its gradient {grad_norm.item()}")
+        hand_over(model, shared_model)
+        optimizer.param_groups[0]["lr"] = linear_decay(args.learning_rate, worker.global_step, args.total_steps)
+        optimizer.step()  # asynchronous update of θ
+        if done:
+            states = model.initial_states
+        worker.report_update(
+            {
+                "losses/policy_loss": policy_loss,
+                "losses/value_loss": value_loss,
+                "losses/entropy": entropies.mean(),
+                "losses/grad_norm": grad_norm,
+                "charts/learning_rate": optimizer.param_groups[0]["lr"],
+            }
+        )
+    envs.close()
+
+
+def train(args: Args, checkpoint: dict | None = None) -> int:
+    """The parent: it trains nothing. Returns the exit status.
+
+    Raises: WorkerError: an actor-learner died three times within a minute. FloatingPointError: see `actor_learner`.
+    """
+    torch.manual_seed(args.seed)
+    env = check_env(args)
+    model = ActorCritic(env.observation_space, env.action_space, args.arch, args.lstm)
+    optimizers = make_optimizers(args, model)
+    share(model, *optimizers)
+    parts = {"model": model} | {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
+    step = checkpoint["step"] if checkpoint else 0
+    team = Team(actor_learner, (args, model, optimizers), args.n_processes, args.total_steps, step)
+    new_policy = functools.partial(make_policy, model, env.action_space)
+    with Run(SCRIPT, args, parts, new_policy, checkpoint, team.quiet) as run, team:
+        team.watch(run)
+    return run.exit_status
+
+
+def make_optimizers(args: Args, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """One whose statistics all processes share, or one for each process."""
+    if args.optimizer == "momentum-sgd":
+        new = functools.partial(MomentumSGD, model.parameters(), args.learning_rate, args.rms_decay)
+    else:
+        new = functools.partial(RMSProp, model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, 0.0)
+    return [new() for _ in range(1 if args.optimizer == "shared-rmsprop" else args.n_processes)]
+
+
+def to_tensor(obs: np.ndarray) -> Tensor:
+    """(n, ...) → (1, n, ...): one point in time."""
+    return torch.from_numpy(obs)[None]
+
+
+def make_policy(model: ActorCritic, action_space: gym.Space) -> Policy:
+    """How evaluation plays: actions sampled from π, the LSTM's state carried on from zeros."""
+    states = model.initial_states
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> np.ndarray:
+        nonlocal states
+        outputs, _, states = model(to_tensor(obs), states)
+        return to_env(model.distribution(outputs[0]).sample(), action_space)
+
+    return policy
+
+
+# ------------------------------------------------------------------------------------------------------- main
+
+
+def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
+    """The arguments, complete and checked, and the checkpoint that --resume or --evaluate names.
+
+    Raises:
+        UsageError: an argument that cannot work. Nothing has been started or written by then.
+    """
+    args, checkpoint = read_flags(argv, Args(), __doc__), None
+    if args.resume or args.evaluate:
+        args, checkpoint = read_run(SCRIPT, argv, args, fixed=("preset", "arch", "lstm", "optimizer"))
+    env = check_env(args)
+    images, continuous = len(env.observation_space.shape) == 3, isinstance(env.action_space, spaces.Box)
+    if checkpoint is None:
+        preset = args.preset
+        if preset == "auto":
+            preset = "continuous" if continuous else "atari" if images else "vector"
+        args = read_flags(argv, Args(**PRESETS[preset]), __doc__)
+        args.preset = preset
+    if args.arch == "auto":
+        args.arch = "nips" if images else "mlp"
+    if (args.arch == "mlp") == images:
+        raise UsageError(f"--arch {args.arch} does not fit the observations of {args.env_id}: {env.observation_space}")
+    if args.n_processes is None:
+        args.n_processes = n_cores()
+    check_range(args, "total_steps checkpoint_interval n_processes t_max", 1)
+    check_range(args, "seed eval_episodes learning_rate entropy_coef value_coef max_grad_norm rms_eps reward_scale", 0)
+    check_range(args, "gamma rms_decay", 0, 1)
+    if checkpoint is None:
+        make_run_dir(SCRIPT, args)
+    return args, checkpoint
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is wrong with the arguments is said in one line
+            args, checkpoint = parse(argv)
+        if not args.evaluate:
+            return train(args, checkpoint)
+        env = check_env(args)
+        model = ActorCritic(env.observation_space, env.action_space, args.arch, args.lstm)
+        load_part("model", model, checkpoint)
+        torch.manual_seed(args.seed)
+        evaluate_run(SCRIPT, args, functools.partial(make_policy, model, env.action_space))
+        return 0
+    except (UsageError, WorkerError, FloatingPointError, OSError) as error:
+        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:  # before training has begun, or while --evaluate plays
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""Hogwild: processes that each act and learn, on parameters that all of them share (Mnih et al. 2016, sec. 4).
+
+`Team` is the parent's side: it starts the actor-learners, replaces one that dies, and keeps them quiet while a
+checkpoint is written. `Worker` is what an actor-learner has of it. Nobody ever holds a lock, so a process may be
+killed at any instant: the step counter T is the sum of one count a process, which only that process writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.run import Run, keep_freed_memory, to_float
+from common.vec_env import WorkerError, enter_worker, start_worker
+
+POLL_INTERVAL = 0.05  # seconds between two looks of the parent
+REPORT_INTERVAL = 100  # updates of an actor-learner between two reports of its losses
+PAUSE, STOP, CROSSED = 0, 1, 2  # indices of Worker.flags
+
+
+class Worker:
+    """An actor-learner's view of the others: the global step T, and whether to go on.
+
+    Args:
+        counts: (n_processes,) int64 in shared memory, agent steps that each process has counted.
+        parked: (n_processes,) int64 in shared memory, the last pause that each process has come to rest for.
+        flags: (3,) int64 in shared memory: the number of the pause that holds now (0: none), whether to stop, and T
+            when a crossing was last noticed.
+    """
+
+    def __init__(self, index: int, counts: Tensor, parked: Tensor, flags: Tensor, total_steps: int) -> None:
+        self.index, self.total_steps = index, total_steps
+        self.counts, self.parked, self.flags = counts, parked, flags
+        self.connection: Any = None
+        self.updates = 0
+
+    def connect(self, connection: Any) -> None:
+        """Called in the actor-learner's own process."""
+        self.connection = connection
+        self.counts, self.parked, self.flags = (x.numpy() for x in (self.counts, self.parked, self.flags))
+
+    @property
+    def global_step(self) -> int:
+        """T, exact: agent steps of all processes."""
+        return int(self.counts.sum())
+
+    def count_step(self) -> None:
+        self.counts[self.index] += 1
+
+    def crossed(self, interval: int) -> bool:
+        """Whether T has passed a multiple of `interval`; of all processes, the first that asks is told so."""
+        step = self.global_step
+        if step // interval == self.flags[CROSSED] // interval:
+            return False
+        self.flags[CROSSED] = step
+        return True
+
+    def go_on(self) -> bool:
+        """Whether training goes on; to be asked before every step. Waits while the parent saves."""
+        while self.flags[PAUSE] and not self.flags[STOP]:
+            self.parked[self.index] = self.flags[PAUSE]
+            time.sleep(0.001)
+        return not self.flags[STOP] and self.global_step < self.total_steps
+
+    def report_episode(self, info: dict[str, Any]) -> None:
+        """Tell the parent of the episode that RecordEpisodeStatistics has put into `info`, if one has ended."""
+        if "episode" in info:
+            self.connection.send(("episode", info["episode"]["r"], info["episode"]["l"]))
+
+    def report_update(self, scalars: dict[str, Any]) -> None:
+        """Tell the parent of an update, now and then."""
+        if self.updates % REPORT_INTERVAL == 0:
+            self.connection.send(("scalars", {name: to_float(value) for name, value in scalars.items()}))
+        self.updates += 1
+
+
+def _work(target: Callable, worker: Worker, arguments: tuple, connection: Any) -> None:
+    enter_worker()
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    worker.connect(connection)
+    try:
+        target(worker, *arguments)
+    except Exception as error:
+        diverged = isinstance(error, FloatingPointError)
+        with contextlib.suppress(OSError):  # the parent has closed its end already
+            connection.send(("diverged", str(error)) if diverged else ("failed", traceback.format_exc()))
+
+
+class Team:
+    """The actor-learners, as a context: they end with it.
+
+    Args:
+        target: the actor-learner, a function of the top level, called as `target(worker, *arguments)`.
+        arguments: what all of them share; tensors, modules and optimizers must be in shared memory already.
+        step: agent steps that earlier parts of the run have counted.
+    """
+
+    def __init__(self, target: Callable, arguments: tuple, n_processes: int, total_steps: int, step: int = 0) -> None:
+        self.target, self.arguments, self.n_processes, self.total_steps = target, arguments, n_processes, total_steps
+        counts, parked = torch.zeros(2, n_processes, dtype=torch.int64).share_memory_()
+        counts[0] = step
+        flags = torch.tensor([0, 0, step]).share_memory_()
+        self.shared = counts, parked, flags
+        self.counts, self.parked, self.flags = counts.numpy(), parked.numpy(), flags.numpy()
+        self.pauses = 0
+        self.processes: list[Any] = [None] * n_processes
+        self.connections: list[Any] = [None] * n_processes
+        self.deaths = [deque(maxlen=3) for _ in range(n_processes)]
+        self.causes = [""] * n_processes  # tracebacks of those that could still say why they end
+        self.scalars: dict[str, float] = {}
+
+    @property
+    def global_step(self) -> int:
+        return int(self.counts.sum())
+
+    def __enter__(self) -> Team:
+        for index in range(self.n_processes):
+            self._start(index)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Ask all to stop; kill whoever has not within 2 s."""
+        self.flags[STOP] = 1
+        deadline = time.monotonic() + 2
+        for process, connection in zip(self.processes, self.connections, strict=True):
+            connection.close()
+            process.join(timeout=max(0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def _start(self, index: int) -> None:
+        worker = Worker(index, *self.shared, self.total_steps)
+        arguments = (self.target, worker, self.arguments)
+        self.processes[index], self.connections[index] = start_worker(_work, arguments, f"actor-learner-{index}")
+
+    def watch(self, run: Run) -> None:
+        """Follow the actor-learners to the end of training: count, log, save and replace.
+
+        Raises:
+            FloatingPointError: a loss or gradient is not finite. WorkerError: an actor-learner died three times
+                within a minute.
+        """
+        while self.global_step < self.total_steps and not run.stopped:
+            time.sleep(POLL_INTERVAL)
+            self._receive(run)
+            run.count_update(self.global_step, self.scalars)
+        self._receive(run)
+
+    def _receive(self, run: Run) -> None:
+        for index, connection in enumerate(self.connections):
+            try:
+                while connection.poll():
+                    kind, *content = connection.recv()
+                    if kind == "episode":
+                        run.count_episodes(*content)
+                    elif kind == "scalars":
+                        self.scalars = content[0]
+                    elif kind == "diverged":
+                        raise FloatingPointError(content[0])
+                    else:
+                        self.causes[index] = content[0]
+            except (EOFError, OSError):
+                if self.global_step < self.total_steps:
+                    self._replace(index, run)
+
+    def _replace(self, index: int, run: Run) -> None:
+        process, deaths = self.processes[index], self.deaths[index]
+        process.join(timeout=1)
+        cause, self.causes[index] = self.causes[index] or f"exit code {process.exitcode}", ""
+        deaths.append(time.monotonic())
+        if len(deaths) == deaths.maxlen and deaths[-1] - deaths[0] < 60:
+            raise WorkerError(f"actor-learner {index} died three times within a minute:\n{cause}")
+        run.event(f"actor-learner {index} died and is replaced: {cause}")
+        self.connections[index].close()
+        self._start(index)
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """A context in which no actor-learner is in the middle of an update."""
+        self.pauses += 1
+        self.flags[PAUSE] = self.pauses
+        deadline = time.monotonic() + 10  # whoever has not come by then hangs in its environment
+        for index, process in enumerate(self.processes):
+            while self.parked[index] != self.pauses and time.monotonic() < deadline and process.is_alive():
+                time.sleep(0.001)
+        yield
+        self.flags[PAUSE] = 0
+
+
+def share(module: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    """Move the parameters of a module and the statistics of its optimizers into shared memory."""
+    module.share_memory()
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for tensor in state.values():
+                tensor.share_memory_()
+
+
+def sync(local: nn.Module, shared: nn.Module) -> None:
+    """θ′ ← θ."""
+    with torch.no_grad():
+        torch._foreach_copy_(list(local.parameters()), list(shared.parameters()))
+
+
+def hand_over(local: nn.Module, shared: nn.Module) -> None:
+    """Let the optimizer of the shared parameters find this process's own gradients, which nobody else sees."""
+    for p, q in zip(local.parameters(), shared.parameters(), strict=True):
+        q.grad = p.grad

@@ -1,0 +1,413 @@
+"""Asynchronous one-step Sarsa (Mnih et al. 2016, sec. 4).
+
+Hogwild: every process acts ε-greedily in its own environment, on the live shared parameters θ; there is no snapshot.
+Every 5 steps it applies the sum of their gradients, taken on the live θ as well, to θ without a lock. It differs from
+one-step Q-learning in the target alone, whose a' is the action that the process takes next:
+
+    y = r + γ Q(s', a'; θ⁻),    y = r after the episode's last step
+    L = Σ (y - Q(s, a; θ))²    over I_AsyncUpdate = 5 steps of the process, fewer at an episode's end
+    d = ∇L, scaled to a norm of at most 40;    α = 0.0007 (1 - T / T_max)
+    g ← 0.99 g + 0.01 d²,    θ ← θ - α d / √(g + ε)          (eq. S2, S3: RMSProp, its g shared as well)
+    θ⁻ ← θ    whenever T passes a multiple of I_target
+
+    python sarsa.py                                                 # Pong from pixels
+    python sarsa.py --env-id CartPole-v1 --total-steps 400_000      # two minutes
+    python sarsa.py --resume runs/...                               # go on after an interruption
+    python sarsa.py --evaluate runs/... --record                    # 30 episodes and a GIF
+
+Where the sources differ or are silent, this file reads:
+- I_target = 40,000 and the 4 million frames over which ε falls are counted in agent steps of all processes;
+- a process draws its final ε once, from {0.1, 0.01, 0.5} with probabilities {0.4, 0.3, 0.3};
+- the error is squared as it stands, no Huber loss and no clipping of the error; sums are sums, not means;
+- α = 0.0007, ε = 0.1 inside the root, g from 0 and a clipping threshold of 40 are those of a3c.py;
+- the gradients of the 5 steps are taken together when they are applied, not one after each step: between its own
+  updates a process does not change θ, so for one process that is the same, and the others' updates are not missed;
+- as in Algorithm 1, a process goes on counting its 5 steps where an episode ends;
+- an evaluated episode is played with ε = 0.05 on Atari and greedily elsewhere; the paper does not say.
+Departures: a time limit does not cut the return, it bootstraps from the final
+observation with an a' that is drawn but never taken; losing a life does not end
+an episode; 0 to 30 no-ops. The paper has no vectors: the MLP and the preset `vector` are ours.
+A process that starts, after --resume too, draws from a random stream of its own: (seed, process, T).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import json
+import math
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from torch import Tensor, nn
+
+from common.hogwild import Team, Worker, share, sync
+from common.run import (
+    Policy,
+    Run,
+    UsageError,
+    check_env,
+    check_range,
+    env_seed,
+    evaluate_run,
+    load_part,
+    make_run_dir,
+    n_cores,
+    read_flags,
+    read_run,
+)
+from common.vec_env import WorkerError, make_vec_env
+
+SCRIPT = "sarsa"
+
+# Which constants hold for which kind of task: what differs from Args, which has the Atari ones.
+PRESETS: dict[str, dict[str, Any]] = {
+    "atari": {},
+    # Vectors, ours: rewards of any size, and tasks that are learned in minutes.
+    "vector": {
+        "total_steps": 1_000_000,
+        "epsilon_steps": 100_000,
+        "target_interval": 1_000,
+        "eval_epsilon": 0.0,
+        "clip_rewards": False,
+        "reward_scale": 0.1,
+    },
+}
+
+
+@dataclass
+class Args:
+    env_id: str = "PongNoFrameskip-v4"
+    """any Gymnasium id, `module:Id` included"""
+    env_kwargs: str = "{}"
+    """JSON: keyword arguments for the environment"""
+    preset: Literal["auto", "atari", "vector"] = "auto"
+    """constants of the algorithm, see PRESETS; auto: atari for images, else vector"""
+    total_steps: int = 80_000_000
+    """T_max: agent steps of all processes together; 1 step = 1 action = 4 frames on Atari"""
+    seed: int = 1
+    """of environments, initial parameters and action sampling"""
+    run_dir: str | None = None
+    """must not exist yet; None: runs/<env-id>__<script>__<seed>__<time>"""
+    checkpoint_interval: int = 250_000
+    """agent steps between checkpoints"""
+    resume: str | None = None
+    """run directory to go on from, with new episodes; flags given beside it override the run's own"""
+    evaluate: str | None = None
+    """run directory to evaluate; trains nothing"""
+    eval_episodes: int = 30
+    """episodes to evaluate when training ends, all in parallel; 0: none"""
+    record: bool = False
+    """write agent.gif of one more episode into the run directory"""
+
+    n_processes: int | None = None
+    """actor-learners; None: one a core"""
+    arch: Literal["auto", "nips", "nature", "mlp"] = "auto"
+    """network; auto: nips for images, mlp for vectors"""
+    update_interval: int = 5
+    """I_AsyncUpdate, steps of a process between two of its updates"""
+    target_interval: int = 40_000
+    """I_target, global agent steps between two copies of θ to θ⁻"""
+    epsilon_finals: tuple[float, ...] = (0.1, 0.01, 0.5)
+    """of which each process draws the ε that it ends with"""
+    epsilon_probs: tuple[float, ...] = (0.4, 0.3, 0.3)
+    """probabilities of epsilon_finals"""
+    epsilon_steps: int = 4_000_000
+    """global agent steps over which ε falls from 1 to its final value"""
+    eval_epsilon: float = 0.05
+    """ε of evaluation"""
+    optimizer: Literal["shared-rmsprop", "rmsprop", "momentum-sgd"] = "shared-rmsprop"
+    """the three of sec. 4; the statistics of the last two belong to each process"""
+    learning_rate: float = 7e-4
+    """initial α"""
+    gamma: float = 0.99
+    """γ, discount per step"""
+    max_grad_norm: float = 40.0
+    """threshold of the global gradient norm"""
+    rms_decay: float = 0.99
+    """decay of RMSProp's mean square g per update, and of momentum SGD's mean gradient"""
+    rms_eps: float = 0.1
+    """ε inside RMSProp's root"""
+    clip_rewards: bool = True
+    """learn from rewards clipped to [-1, 1]"""
+    reward_scale: float = 1.0
+    """learn from rewards times this, where they are not clipped"""
+
+
+# ---------------------------------------------------------------------------------------------------- network
+
+
+def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[nn.Module]:
+    return [nn.Conv2d(in_channels, out_channels, kernel, stride), nn.ReLU(inplace=True)]
+
+
+class QNetwork(nn.Module):
+    """Q(s, ·; θ). Initial weights are PyTorch's own, U(±1/√fan_in): the same as Torch7's, which the paper used."""
+
+    def __init__(self, observation_space: spaces.Box, action_space: spaces.Discrete, arch: str) -> None:
+        super().__init__()
+        if arch == "nips":  # (n, 4, 84, 84) → 16x20x20 → 32x9x9 → 256
+            layers = [*conv(4, 16, 8, 4), *conv(16, 32, 4, 2)]
+            layers += [nn.Flatten(), nn.Linear(2592, 256), nn.ReLU(inplace=True)]
+        elif arch == "nature":  # (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7 → 512
+            layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1)]
+            layers += [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(inplace=True)]
+        else:  # (n, d) → 200
+            layers = [nn.Linear(observation_space.shape[0], 200), nn.ReLU(inplace=True)]
+        self.layers = nn.Sequential(*layers, nn.Linear(layers[-2].out_features, int(action_space.n)))
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """(n, 4, 84, 84) uint8 or (n, d) float → (n, n_actions)."""
+        return self.layers(obs.float() / 255 if obs.dtype == torch.uint8 else obs)
+
+
+# ------------------------------------------------------------------------------------------------ mathematics
+
+
+def sarsa_target(reward: float, terminated: bool, next_q_values: Tensor, next_action: int, gamma: float) -> float:
+    """y = r + γ Q(s', a'; θ⁻), or r after the last step (sec. 4); next_q_values (n_actions,)."""
+    return reward if terminated else reward + gamma * next_q_values[next_action].item()
+
+
+def draw_epsilon_final(args: Any, index: int) -> float:
+    """The ε that process `index` ends with; the same after it was replaced or resumed."""
+    draw = np.random.default_rng((args.seed, index))
+    return float(draw.choice(args.epsilon_finals, p=args.epsilon_probs))
+
+
+def epsilon_at(final: float, step: int, epsilon_steps: int) -> float:
+    """ε at global step T: a line from 1 to its final value over `epsilon_steps`, constant afterwards."""
+    return final + linear_decay(1 - final, step, epsilon_steps)
+
+
+def epsilon_greedy(q_values: Tensor, epsilon: float) -> Tensor:
+    """For each row of Q-values, (n, n_actions), the best action, or with probability ε any; (n,)."""
+    random = torch.randint(q_values.shape[1], (len(q_values),))
+    return torch.where(torch.rand(len(q_values)) < epsilon, random, q_values.argmax(1))
+
+
+def linear_decay(initial: float, step: int, total_steps: int) -> float:
+    """The value at `step` of a line from `initial` at step 0 to zero at `total_steps`."""
+    return initial * max(0.0, 1 - step / total_steps)
+
+
+class RMSProp(torch.optim.Optimizer):
+    """g ← decay g + (1 - decay) d²; θ ← θ - lr d / √(g + eps). torch.optim.RMSprop has eps outside the root.
+
+    `initial_square` is g at the start: 1 in TensorFlow and PAAC, 0 in A3C.
+    """
+
+    def __init__(self, params: Any, lr: float, decay: float, eps: float, initial_square: float) -> None:
+        super().__init__(params, {"lr": lr, "decay": decay, "eps": eps})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["square"] = torch.full_like(p, initial_square)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            grads, squares = [p.grad for p in params], [self.state[p]["square"] for p in params]
+            torch._foreach_mul_(squares, group["decay"])
+            torch._foreach_addcmul_(squares, grads, grads, 1 - group["decay"])
+            roots = torch._foreach_add(squares, group["eps"])
+            torch._foreach_sqrt_(roots)
+            torch._foreach_addcdiv_(params, grads, roots, -group["lr"])
+
+
+class MomentumSGD(torch.optim.Optimizer):
+    """m ← decay m + (1 - decay) d; θ ← θ - lr m (sec. 4)."""
+
+    def __init__(self, params: Any, lr: float, decay: float) -> None:
+        super().__init__(params, {"lr": lr, "decay": decay})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["mean"] = torch.zeros_like(p, requires_grad=False)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            grads, means = [p.grad for p in params], [self.state[p]["mean"] for p in params]
+            torch._foreach_mul_(means, group["decay"])
+            torch._foreach_add_(means, grads, alpha=1 - group["decay"])
+            torch._foreach_add_(params, means, alpha=-group["lr"])
+
+
+# --------------------------------------------------------------------------------------------------- training
+
+
+def actor_learner(
+    worker: Worker, args: Args, model: QNetwork, target_model: QNetwork, optimizers: list[RMSProp]
+) -> None:
+    """Algorithm 1 with Sarsa's target, one process of it, to the end of training.
+
+    Raises: WorkerError: the environment failed. FloatingPointError: the gradient is not finite.
+    """
+    index, start = worker.index, worker.global_step
+    optimizer, epsilon_final = optimizers[index % len(optimizers)], draw_epsilon_final(args, index)
+    torch.manual_seed(env_seed(args.seed, start, index))
+    envs = RecordEpisodeStatistics(make_vec_env(args.env_id, 1, 0, json.loads(args.env_kwargs)))  # n = 1 from here on
+    obs = to_tensor(envs.reset(seed=env_seed(args.seed, start, index, 1))[0])
+    with torch.no_grad():
+        action = epsilon_greedy(model(obs), epsilon_at(epsilon_final, start, args.epsilon_steps))  # θ as it is now
+    observations, actions, targets = [], [], []  # since the last update
+    for t in itertools.count(1):
+        if not worker.go_on():
+            break
+        epsilon = epsilon_at(epsilon_final, worker.global_step, args.epsilon_steps)
+        observations.append(obs)
+        actions.append(action)
+        next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
+        obs, done = to_tensor(next_obs), bool(terminated[0] or truncated[0])
+        last_obs = to_tensor(np.stack(info["final_obs"])) if done else obs
+        with torch.no_grad():
+            next_q_values = target_model(last_obs)[0]
+            next_action = epsilon_greedy(model(last_obs), epsilon)  # a', taken next unless the episode has ended
+        r = float(np.clip(reward[0], -1, 1) if args.clip_rewards else reward[0] * args.reward_scale)
+        targets.append(sarsa_target(r, bool(terminated[0]), next_q_values, int(next_action[0]), args.gamma))
+        worker.count_step()  # T ← T + 1
+        worker.report_episode(info)
+        if worker.crossed(args.target_interval):
+            sync(target_model, model)  # θ⁻ ← θ
+        if t % args.update_interval == 0 or done:
+            # Σ (y - Q(s, a; θ))² over the steps since the last update, again on θ as it is now
+            q_values = model(torch.cat(observations)).gather(1, torch.stack(actions)).squeeze(1)
+            loss = (torch.tensor(targets) - q_values).square().sum()
+            model.zero_grad()
+            loss.backward()  # into gradients that are this process's own
+            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            if not torch.isfinite(grad_norm):
+                raise FloatingPointError(f"the norm of the gradient is {grad_norm.item()}")
+            optimizer.param_groups[0]["lr"] = linear_decay(args.learning_rate, worker.global_step, args.total_steps)
+            optimizer.step()  # asynchronous update of θ
+            worker.report_update(
+                {
+                    "losses/value_loss": loss / len(targets),
+                    "losses/grad_norm": grad_norm,
+                    "charts/epsilon": epsilon,
+                    "charts/learning_rate": optimizer.param_groups[0]["lr"],
+                }
+            )
+            observations, actions, targets = [], [], []
+        action = next_action
+        if done:
+            with torch.no_grad():
+                action = epsilon_greedy(model(obs), epsilon)
+    envs.close()
+
+
+def train(args: Args, checkpoint: dict | None = None) -> int:
+    """The parent: it trains nothing. Returns the exit status.
+
+    Raises: WorkerError: an actor-learner died three times within a minute. FloatingPointError: see `actor_learner`.
+    """
+    torch.manual_seed(args.seed)
+    env = check_env(args)
+    model = QNetwork(env.observation_space, env.action_space, args.arch)
+    target_model = copy.deepcopy(model)  # θ⁻
+    optimizers = make_optimizers(args, model)
+    share(model, *optimizers)
+    share(target_model)
+    parts = {"model": model, "target_model": target_model}
+    parts |= {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
+    step = checkpoint["step"] if checkpoint else 0
+    team = Team(actor_learner, (args, model, target_model, optimizers), args.n_processes, args.total_steps, step)
+    new_policy = functools.partial(make_policy, model, args.eval_epsilon)
+    with Run(SCRIPT, args, parts, new_policy, checkpoint, team.quiet) as run, team:
+        team.watch(run)
+    return run.exit_status
+
+
+def make_optimizers(args: Args, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """One whose statistics all processes share, or one for each process."""
+    if args.optimizer == "momentum-sgd":
+        new = functools.partial(MomentumSGD, model.parameters(), args.learning_rate, args.rms_decay)
+    else:
+        new = functools.partial(RMSProp, model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, 0.0)
+    return [new() for _ in range(1 if args.optimizer == "shared-rmsprop" else args.n_processes)]
+
+
+def to_tensor(obs: np.ndarray) -> Tensor:
+    return torch.from_numpy(obs)
+
+
+def make_policy(model: QNetwork, epsilon: float) -> Policy:
+    """How evaluation plays: ε-greedily."""
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> np.ndarray:
+        return epsilon_greedy(model(to_tensor(obs)), epsilon).numpy()
+
+    return policy
+
+
+# ------------------------------------------------------------------------------------------------------- main
+
+
+def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
+    """The arguments, complete and checked, and the checkpoint that --resume or --evaluate names.
+
+    Raises:
+        UsageError: an argument that cannot work. Nothing has been started or written by then.
+    """
+    args, checkpoint = read_flags(argv, Args(), __doc__), None
+    if args.resume or args.evaluate:
+        args, checkpoint = read_run(SCRIPT, argv, args, fixed=("preset", "arch", "optimizer"))
+    env = check_env(args)
+    if not isinstance(env.action_space, spaces.Discrete):
+        raise UsageError(f"--env-id {args.env_id}: Q-learning needs Discrete actions, it has {env.action_space}")
+    images = len(env.observation_space.shape) == 3
+    if checkpoint is None:
+        preset = args.preset
+        if preset == "auto":
+            preset = "atari" if images else "vector"
+        args = read_flags(argv, Args(**PRESETS[preset]), __doc__)
+        args.preset = preset
+    if args.arch == "auto":
+        args.arch = "nips" if images else "mlp"
+    if (args.arch == "mlp") == images:
+        raise UsageError(f"--arch {args.arch} does not fit the observations of {args.env_id}: {env.observation_space}")
+    if args.n_processes is None:
+        args.n_processes = n_cores()
+    check_range(args, "total_steps checkpoint_interval n_processes update_interval target_interval epsilon_steps", 1)
+    check_range(args, "seed eval_episodes learning_rate max_grad_norm rms_eps reward_scale", 0)
+    check_range(args, "gamma rms_decay eval_epsilon", 0, 1)
+    finals, probs = args.epsilon_finals, args.epsilon_probs
+    if not all(0 <= x <= 1 for x in (*finals, *probs)) or len(finals) != len(probs) or not math.isclose(sum(probs), 1):
+        raise UsageError(f"--epsilon-finals {finals} --epsilon-probs {probs}: a probability for each value is needed")
+    if checkpoint is None:
+        make_run_dir(SCRIPT, args)
+    return args, checkpoint
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is wrong with the arguments is said in one line
+            args, checkpoint = parse(argv)
+        if not args.evaluate:
+            return train(args, checkpoint)
+        env = check_env(args)
+        model = QNetwork(env.observation_space, env.action_space, args.arch)
+        load_part("model", model, checkpoint)
+        torch.manual_seed(args.seed)
+        evaluate_run(SCRIPT, args, functools.partial(make_policy, model, args.eval_epsilon))
+        return 0
+    except (UsageError, WorkerError, FloatingPointError, OSError) as error:
+        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:  # before training has begun, or while --evaluate plays
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
