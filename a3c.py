@@ -43,7 +43,6 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
-from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -197,20 +196,30 @@ class ActorCritic(nn.Module):
         features, states = [features for features, _ in passed], [state for _, state in passed]
         return self.policy(features[0]), self.value(features[-1]).squeeze(-1), states
 
-    def distribution(self, outputs: Tensor) -> torch.distributions.Distribution:
-        """π for the first output of `forward`, of any leading shape; a Gaussian's dimensions are independent."""
+    def sample(self, outputs: Tensor) -> Tensor:
+        """Actions of π: (..., n_actions) → (...,) int64, or (..., action_dim + 1) → (..., action_dim)."""
         if self.discrete:
-            return torch.distributions.Categorical(logits=outputs, validate_args=False)
-        variance = F.softplus(outputs[..., -1:]) + 1e-6  # one σ² for all dimensions; the floor is ours
-        mean = outputs[..., :-1]
-        return torch.distributions.Normal(mean, variance.sqrt().expand_as(mean), validate_args=False)
+            return torch.multinomial(outputs.softmax(-1), 1).squeeze(-1)
+        mean, variance = self.gaussian(outputs)
+        return mean + variance.sqrt() * torch.randn_like(mean)
 
-    def log_prob(self, policy: torch.distributions.Distribution, actions: Tensor) -> Tensor:
-        return policy.log_prob(actions) if self.discrete else policy.log_prob(actions).sum(-1)
+    def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """log π(a|s) and H(π(s)), (...,) each.
 
-    def entropy(self, policy: torch.distributions.Distribution) -> Tensor:
-        """Sec. 9 prints ½ (log 2πσ² + 1), the entropy of one dimension, however many there are."""
-        return policy.entropy() if self.discrete else policy.entropy().mean(-1)
+        Of a Gaussian, sec. 9 prints ½ (log 2πσ² + 1), the entropy of one dimension, however many there are.
+        """
+        if self.discrete:
+            log_probs = outputs.log_softmax(-1)
+            entropies = -(log_probs.exp() * log_probs).sum(-1)
+            return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1), entropies
+        mean, variance = self.gaussian(outputs)
+        log_2_pi_variance = (2 * math.pi * variance).log()
+        log_probs = -((actions - mean).square() / variance + log_2_pi_variance).sum(-1) / 2
+        return log_probs, (log_2_pi_variance.squeeze(-1) + 1) / 2
+
+    def gaussian(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """μ, (..., action_dim), and σ², (..., 1): one for all dimensions. The floor under it is ours."""
+        return outputs[..., :-1], F.softplus(outputs[..., -1:]) + 1e-6
 
 
 # ------------------------------------------------------------------------------------------------ mathematics
@@ -309,23 +318,23 @@ def actor_learner(worker: Worker, args: Args, shared_model: ActorCritic, optimiz
     index, start = worker.index, worker.global_step
     optimizer = optimizers[index % len(optimizers)]
     torch.manual_seed(env_seed(args.seed, start, index))
-    envs = RecordEpisodeStatistics(make_vec_env(args.env_id, 1, 0, json.loads(args.env_kwargs)))  # n = 1 from here on
+    envs = make_vec_env(args.env_id, 1, 0, json.loads(args.env_kwargs))  # one environment: n = 1 from here on
     model = ActorCritic(envs.single_observation_space, envs.single_action_space, args.arch, args.lstm)
+    parameters, shared_parameters = list(model.parameters()), list(shared_model.parameters())  # θ′, θ
     obs, states = to_tensor(envs.reset(seed=env_seed(args.seed, start, index, 1))[0]), model.initial_states
     while worker.go_on():
-        sync(model, shared_model)  # θ′ ← θ
+        sync(parameters, shared_parameters)  # θ′ ← θ
         observations, actions, rewards, first_states, done = [], [], [], states, False
         while not done and len(rewards) < args.t_max and worker.go_on():
             with torch.no_grad():
                 output, _, states = model(obs, states)
-                action = model.distribution(output[0]).sample()
+                action = model.sample(output[0])
             next_obs, reward, terminated, truncated, info = envs.step(to_env(action, envs.single_action_space))
             observations.append(obs)
             actions.append(action)
-            rewards.append(float(np.clip(reward[0], -1, 1) if args.clip_rewards else reward[0] * args.reward_scale))
-            worker.count_step()  # T ← T + 1
-            worker.report_episode(info)
+            rewards.append(learned_reward(float(reward[0]), args))
             obs, done = to_tensor(next_obs), bool(terminated[0] or truncated[0])
+            worker.count_step(reward[0], done)  # T ← T + 1
         if not rewards:
             break
         R = 0.0
@@ -336,17 +345,17 @@ def actor_learner(worker: Worker, args: Args, shared_model: ActorCritic, optimiz
         returns = rollout_returns(rewards, R, args.gamma)
         # θ′ has not changed: one pass over the whole rollout gives the outputs that were acted on, now with gradients
         outputs, values, _ = model(torch.cat(observations), first_states)
-        policy = model.distribution(outputs[:, 0])
-        log_probs, entropies = model.log_prob(policy, torch.cat(actions)), model.entropy(policy)
+        log_probs, entropies = model.log_prob_and_entropy(outputs[:, 0], torch.cat(actions))
         loss, policy_loss, value_loss = a3c_loss(
             log_probs, entropies, values[:, 0], returns, args.entropy_coef, args.value_coef
         )
-        model.zero_grad()
+        for p in parameters:
+            p.grad = None
         loss.backward()
-        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
         if not torch.isfinite(grad_norm):
             raise FloatingPointError(f"the loss is {loss.item()}, the norm of its gradient {grad_norm.item()}")
-        hand_over(model, shared_model)
+        hand_over(parameters, shared_parameters)
         optimizer.param_groups[0]["lr"] = linear_decay(args.learning_rate, worker.global_step, args.total_steps)
         optimizer.step()  # asynchronous update of θ
         if done:
@@ -391,6 +400,10 @@ def make_optimizers(args: Args, model: nn.Module) -> list[torch.optim.Optimizer]
     return [new() for _ in range(1 if args.optimizer == "shared-rmsprop" else args.n_processes)]
 
 
+def learned_reward(reward: float, args: Args) -> float:
+    return max(-1.0, min(1.0, reward)) if args.clip_rewards else reward * args.reward_scale
+
+
 def to_tensor(obs: np.ndarray) -> Tensor:
     """(n, ...) → (1, n, ...): one point in time."""
     return torch.from_numpy(obs)[None]
@@ -404,7 +417,7 @@ def make_policy(model: ActorCritic, action_space: gym.Space) -> Policy:
     def policy(obs: np.ndarray) -> np.ndarray:
         nonlocal states
         outputs, _, states = model(to_tensor(obs), states)
-        return to_env(model.distribution(outputs[0]).sample(), action_space)
+        return to_env(model.sample(outputs[0]), action_space)
 
     return policy
 

@@ -43,7 +43,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from gymnasium import spaces
-from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
 
 from common.hogwild import Team, Worker, share, sync
@@ -252,7 +251,8 @@ def actor_learner(
     index, start = worker.index, worker.global_step
     optimizer, epsilon_final = optimizers[index % len(optimizers)], draw_epsilon_final(args, index)
     torch.manual_seed(env_seed(args.seed, start, index))
-    envs = RecordEpisodeStatistics(make_vec_env(args.env_id, 1, 0, json.loads(args.env_kwargs)))  # n = 1 from here on
+    envs = make_vec_env(args.env_id, 1, 0, json.loads(args.env_kwargs))  # one environment: n = 1 from here on
+    parameters, target_parameters = list(model.parameters()), list(target_model.parameters())  # θ, θ⁻
     obs = to_tensor(envs.reset(seed=env_seed(args.seed, start, index, 1))[0])
     observations, actions, targets = [], [], []  # since the last update
     for t in itertools.count(1):
@@ -267,19 +267,19 @@ def actor_learner(
         obs, done = to_tensor(next_obs), bool(terminated[0] or truncated[0])
         with torch.no_grad():
             next_q_values = target_model(to_tensor(np.stack(info["final_obs"])) if done else obs)[0]
-        r = float(np.clip(reward[0], -1, 1) if args.clip_rewards else reward[0] * args.reward_scale)
+        r = learned_reward(float(reward[0]), args)
         targets.append(one_step_target(r, bool(terminated[0]), next_q_values, args.gamma))
-        worker.count_step()  # T ← T + 1
-        worker.report_episode(info)
+        worker.count_step(reward[0], done)  # T ← T + 1
         if worker.crossed(args.target_interval):
-            sync(target_model, model)  # θ⁻ ← θ
+            sync(target_parameters, parameters)  # θ⁻ ← θ
         if t % args.update_interval == 0 or done:
             # Σ (y - Q(s, a; θ))² over the steps since the last update, again on θ as it is now
             q_values = model(torch.cat(observations)).gather(1, torch.stack(actions)).squeeze(1)
             loss = (torch.tensor(targets) - q_values).square().sum()
-            model.zero_grad()
+            for p in parameters:
+                p.grad = None
             loss.backward()  # into gradients that are this process's own
-            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
             if not torch.isfinite(grad_norm):
                 raise FloatingPointError(f"the norm of the gradient is {grad_norm.item()}")
             optimizer.param_groups[0]["lr"] = linear_decay(args.learning_rate, worker.global_step, args.total_steps)
@@ -325,6 +325,10 @@ def make_optimizers(args: Args, model: nn.Module) -> list[torch.optim.Optimizer]
     else:
         new = functools.partial(RMSProp, model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, 0.0)
     return [new() for _ in range(1 if args.optimizer == "shared-rmsprop" else args.n_processes)]
+
+
+def learned_reward(reward: float, args: Args) -> float:
+    return max(-1.0, min(1.0, reward)) if args.clip_rewards else reward * args.reward_scale
 
 
 def to_tensor(obs: np.ndarray) -> Tensor:

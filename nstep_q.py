@@ -40,7 +40,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from gymnasium import spaces
-from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
 
 from common.hogwild import Team, Worker, hand_over, share, sync
@@ -253,11 +252,13 @@ def actor_learner(
     index, start = worker.index, worker.global_step
     optimizer, epsilon_final = optimizers[index % len(optimizers)], draw_epsilon_final(args, index)
     torch.manual_seed(env_seed(args.seed, start, index))
-    envs = RecordEpisodeStatistics(make_vec_env(args.env_id, 1, 0, json.loads(args.env_kwargs)))  # n = 1 from here on
+    envs = make_vec_env(args.env_id, 1, 0, json.loads(args.env_kwargs))  # one environment: n = 1 from here on
     model = QNetwork(envs.single_observation_space, envs.single_action_space, args.arch)
+    parameters, shared_parameters = list(model.parameters()), list(shared_model.parameters())  # θ′, θ
+    target_parameters = list(target_model.parameters())  # θ⁻
     obs = to_tensor(envs.reset(seed=env_seed(args.seed, start, index, 1))[0])
     while worker.go_on():
-        sync(model, shared_model)  # θ′ ← θ
+        sync(parameters, shared_parameters)  # θ′ ← θ
         observations, actions, rewards, done = [], [], [], False
         while not done and len(rewards) < args.t_max and worker.go_on():
             epsilon = epsilon_at(epsilon_final, worker.global_step, args.epsilon_steps)
@@ -266,10 +267,9 @@ def actor_learner(
             next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
             observations.append(obs)
             actions.append(action)
-            rewards.append(float(np.clip(reward[0], -1, 1) if args.clip_rewards else reward[0] * args.reward_scale))
-            worker.count_step()  # T ← T + 1
-            worker.report_episode(info)
+            rewards.append(learned_reward(float(reward[0]), args))
             obs, done = to_tensor(next_obs), bool(terminated[0] or truncated[0])
+            worker.count_step(reward[0], done)  # T ← T + 1
         if not rewards:
             break
         R = 0.0
@@ -280,16 +280,17 @@ def actor_learner(
         returns = rollout_returns(rewards, R, args.gamma)
         q_values = model(torch.cat(observations)).gather(1, torch.stack(actions)).squeeze(1)  # Q(s_i, a_i; θ′)
         loss = (returns - q_values).square().sum()
-        model.zero_grad()
+        for p in parameters:
+            p.grad = None
         loss.backward()
-        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
         if not torch.isfinite(grad_norm):
             raise FloatingPointError(f"the norm of the gradient is {grad_norm.item()}")
-        hand_over(model, shared_model)
+        hand_over(parameters, shared_parameters)
         optimizer.param_groups[0]["lr"] = linear_decay(args.learning_rate, worker.global_step, args.total_steps)
         optimizer.step()  # asynchronous update of θ
         if worker.crossed(args.target_interval):
-            sync(target_model, shared_model)  # θ⁻ ← θ
+            sync(target_parameters, shared_parameters)  # θ⁻ ← θ
         worker.report_update(
             {
                 "losses/value_loss": loss / len(rewards),
@@ -330,6 +331,10 @@ def make_optimizers(args: Args, model: nn.Module) -> list[torch.optim.Optimizer]
     else:
         new = functools.partial(RMSProp, model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, 0.0)
     return [new() for _ in range(1 if args.optimizer == "shared-rmsprop" else args.n_processes)]
+
+
+def learned_reward(reward: float, args: Args) -> float:
+    return max(-1.0, min(1.0, reward)) if args.clip_rewards else reward * args.reward_scale
 
 
 def to_tensor(obs: np.ndarray) -> Tensor:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +29,8 @@ PAUSE, STOP, CROSSED = 0, 1, 2  # indices of Worker.flags
 class Worker:
     """An actor-learner's view of the others: the global step T, and whether to go on.
 
+    `global_step` is T when this process last counted a step of its own.
+
     Args:
         counts: (n_processes,) int64 in shared memory, agent steps that each process has counted.
         parked: (n_processes,) int64 in shared memory, the last pause that each process has come to rest for.
@@ -39,27 +42,28 @@ class Worker:
         self.index, self.total_steps = index, total_steps
         self.counts, self.parked, self.flags = counts, parked, flags
         self.connection: Any = None
-        self.updates = 0
+        self.episode_return, self.episode_length, self.updates = 0.0, 0, 0
 
     def connect(self, connection: Any) -> None:
         """Called in the actor-learner's own process."""
         self.connection = connection
         self.counts, self.parked, self.flags = (x.numpy() for x in (self.counts, self.parked, self.flags))
+        self.global_step = int(self.counts.sum())
 
-    @property
-    def global_step(self) -> int:
-        """T, exact: agent steps of all processes."""
-        return int(self.counts.sum())
-
-    def count_step(self) -> None:
+    def count_step(self, reward: float, done: bool) -> None:
+        """T ← T + 1. Takes the raw reward as well, and tells the parent of an episode that ends."""
         self.counts[self.index] += 1
+        self.global_step = int(self.counts.sum())
+        self.episode_return, self.episode_length = self.episode_return + reward, self.episode_length + 1
+        if done:
+            self.connection.send(("episode", self.episode_return, self.episode_length))
+            self.episode_return, self.episode_length = 0.0, 0
 
     def crossed(self, interval: int) -> bool:
         """Whether T has passed a multiple of `interval`; of all processes, the first that asks is told so."""
-        step = self.global_step
-        if step // interval == self.flags[CROSSED] // interval:
+        if self.global_step // interval <= self.flags[CROSSED] // interval:
             return False
-        self.flags[CROSSED] = step
+        self.flags[CROSSED] = self.global_step
         return True
 
     def go_on(self) -> bool:
@@ -68,11 +72,6 @@ class Worker:
             self.parked[self.index] = self.flags[PAUSE]
             time.sleep(0.001)
         return not self.flags[STOP] and self.global_step < self.total_steps
-
-    def report_episode(self, info: dict[str, Any]) -> None:
-        """Tell the parent of the episode that RecordEpisodeStatistics has put into `info`, if one has ended."""
-        if "episode" in info:
-            self.connection.send(("episode", info["episode"]["r"], info["episode"]["l"]))
 
     def report_update(self, scalars: dict[str, Any]) -> None:
         """Tell the parent of an update, now and then."""
@@ -161,7 +160,7 @@ class Team:
                 while connection.poll():
                     kind, *content = connection.recv()
                     if kind == "episode":
-                        run.count_episodes(*content)
+                        run.count_episodes(*np.array(content)[:, None])
                     elif kind == "scalars":
                         self.scalars = content[0]
                     elif kind == "diverged":
@@ -205,13 +204,13 @@ def share(module: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
                 tensor.share_memory_()
 
 
-def sync(local: nn.Module, shared: nn.Module) -> None:
+@torch.no_grad()
+def sync(local: list[Tensor], shared: list[Tensor]) -> None:
     """θ′ ← θ."""
-    with torch.no_grad():
-        torch._foreach_copy_(list(local.parameters()), list(shared.parameters()))
+    torch._foreach_copy_(local, shared)
 
 
-def hand_over(local: nn.Module, shared: nn.Module) -> None:
+def hand_over(local: list[Tensor], shared: list[Tensor]) -> None:
     """Let the optimizer of the shared parameters find this process's own gradients, which nobody else sees."""
-    for p, q in zip(local.parameters(), shared.parameters(), strict=True):
+    for p, q in zip(local, shared, strict=True):
         q.grad = p.grad
