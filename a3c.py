@@ -197,7 +197,7 @@ class ActorCritic(nn.Module):
         return self.policy(features[0]), self.value(features[-1]).squeeze(-1), states
 
     def sample(self, outputs: Tensor) -> Tensor:
-        """Actions of π: (..., n_actions) → (...,) int64, or (..., action_dim + 1) → (..., action_dim)."""
+        """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim + 1) → (n, action_dim)."""
         if self.discrete:
             return torch.multinomial(outputs.softmax(-1), 1).squeeze(-1)
         mean, variance = self.gaussian(outputs)
@@ -321,7 +321,7 @@ def actor_learner(worker: Worker, args: Args, shared_model: ActorCritic, optimiz
     envs = make_vec_env(args.env_id, 1, 0, json.loads(args.env_kwargs))  # one environment: n = 1 from here on
     model = ActorCritic(envs.single_observation_space, envs.single_action_space, args.arch, args.lstm)
     parameters, shared_parameters = list(model.parameters()), list(shared_model.parameters())  # θ′, θ
-    obs, states = to_tensor(envs.reset(seed=env_seed(args.seed, start, index, 1))[0]), model.initial_states
+    obs, states = to_sequence(envs.reset(seed=env_seed(args.seed, start, index, 1))[0]), model.initial_states
     while worker.go_on():
         sync(parameters, shared_parameters)  # θ′ ← θ
         observations, actions, rewards, first_states, done = [], [], [], states, False
@@ -333,13 +333,13 @@ def actor_learner(worker: Worker, args: Args, shared_model: ActorCritic, optimiz
             observations.append(obs)
             actions.append(action)
             rewards.append(learned_reward(float(reward[0]), args))
-            obs, done = to_tensor(next_obs), bool(terminated[0] or truncated[0])
+            obs, done = to_sequence(next_obs), bool(terminated[0] or truncated[0])
             worker.count_step(reward[0], done)  # T ← T + 1
         if not rewards:
             break
         R = 0.0
         if not done or (args.bootstrap_limits and not terminated[0]):
-            last_obs = to_tensor(np.stack(info["final_obs"])) if done else obs
+            last_obs = to_sequence(np.stack(info["final_obs"])) if done else obs
             with torch.no_grad():
                 R = model(last_obs, states)[1].item()  # the state after s_t is thrown away: s_t will be seen again
         returns = rollout_returns(rewards, R, args.gamma)
@@ -393,10 +393,11 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
 
 def make_optimizers(args: Args, model: nn.Module) -> list[torch.optim.Optimizer]:
     """One whose statistics all processes share, or one for each process."""
+    parameters = list(model.parameters())
     if args.optimizer == "momentum-sgd":
-        new = functools.partial(MomentumSGD, model.parameters(), args.learning_rate, args.rms_decay)
+        new = functools.partial(MomentumSGD, parameters, args.learning_rate, args.rms_decay)
     else:
-        new = functools.partial(RMSProp, model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, 0.0)
+        new = functools.partial(RMSProp, parameters, args.learning_rate, args.rms_decay, args.rms_eps, 0.0)
     return [new() for _ in range(1 if args.optimizer == "shared-rmsprop" else args.n_processes)]
 
 
@@ -404,7 +405,7 @@ def learned_reward(reward: float, args: Args) -> float:
     return max(-1.0, min(1.0, reward)) if args.clip_rewards else reward * args.reward_scale
 
 
-def to_tensor(obs: np.ndarray) -> Tensor:
+def to_sequence(obs: np.ndarray) -> Tensor:
     """(n, ...) → (1, n, ...): one point in time."""
     return torch.from_numpy(obs)[None]
 
@@ -416,7 +417,7 @@ def make_policy(model: ActorCritic, action_space: gym.Space) -> Policy:
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
         nonlocal states
-        outputs, _, states = model(to_tensor(obs), states)
+        outputs, _, states = model(to_sequence(obs), states)
         return to_env(model.sample(outputs[0]), action_space)
 
     return policy

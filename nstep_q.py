@@ -326,10 +326,11 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
 
 def make_optimizers(args: Args, model: nn.Module) -> list[torch.optim.Optimizer]:
     """One whose statistics all processes share, or one for each process."""
+    parameters = list(model.parameters())
     if args.optimizer == "momentum-sgd":
-        new = functools.partial(MomentumSGD, model.parameters(), args.learning_rate, args.rms_decay)
+        new = functools.partial(MomentumSGD, parameters, args.learning_rate, args.rms_decay)
     else:
-        new = functools.partial(RMSProp, model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, 0.0)
+        new = functools.partial(RMSProp, parameters, args.learning_rate, args.rms_decay, args.rms_eps, 0.0)
     return [new() for _ in range(1 if args.optimizer == "shared-rmsprop" else args.n_processes)]
 
 

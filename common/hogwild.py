@@ -126,15 +126,11 @@ class Team:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Ask all to stop; kill whoever has not within 2 s."""
-        self.flags[STOP] = 1
-        deadline = time.monotonic() + 2
+        self._stop()
         for process, connection in zip(self.processes, self.connections, strict=True):
+            process.kill()
+            process.join()
             connection.close()
-            process.join(timeout=max(0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
 
     def _start(self, index: int) -> None:
         worker = Worker(index, *self.shared, self.total_steps)
@@ -149,10 +145,19 @@ class Team:
                 within a minute.
         """
         while self.global_step < self.total_steps and not run.stopped:
+            run.count_update(self.global_step, self.scalars)
             time.sleep(POLL_INTERVAL)
             self._receive(run)
-            run.count_update(self.global_step, self.scalars)
+        self._stop()
         self._receive(run)
+        run.count_update(self.global_step, self.scalars)
+
+    def _stop(self) -> None:
+        """Ask all to end after the current rollout, and wait for them, 2 s at most."""
+        self.flags[STOP] = 1
+        deadline = time.monotonic() + 2
+        for process in self.processes:
+            process.join(timeout=max(0, deadline - time.monotonic()))
 
     def _receive(self, run: Run) -> None:
         for index, connection in enumerate(self.connections):
@@ -168,7 +173,7 @@ class Team:
                     else:
                         self.causes[index] = content[0]
             except (EOFError, OSError):
-                if self.global_step < self.total_steps:
+                if self.global_step < self.total_steps and not self.flags[STOP]:
                     self._replace(index, run)
 
     def _replace(self, index: int, run: Run) -> None:
@@ -191,8 +196,10 @@ class Team:
         for index, process in enumerate(self.processes):
             while self.parked[index] != self.pauses and time.monotonic() < deadline and process.is_alive():
                 time.sleep(0.001)
-        yield
-        self.flags[PAUSE] = 0
+        try:
+            yield
+        finally:
+            self.flags[PAUSE] = 0
 
 
 def share(module: nn.Module, *optimizers: torch.optim.Optimizer) -> None:

@@ -173,5 +173,16 @@ class VectorCue(gym.Env):
         return self.cue, -4 * float(np.square(action[0] - self.cue[0])), True, False, {}
 
 
-for env in (Bandit, Plain, Walk, Faulty, TwoKeys, PixelCue, VectorCue):
+class CartPolePositions(gym.ObservationWrapper):
+    """CartPole-v1 without the two velocities: they can only be told from observations that lie further back."""
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        super().__init__(gym.make("CartPole-v1", render_mode=render_mode))
+        self.observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def observation(self, observation: np.ndarray) -> np.ndarray:
+        return observation[[0, 2]]
+
+
+for env in (Bandit, Plain, Walk, Faulty, TwoKeys, PixelCue, VectorCue, CartPolePositions):
     gym.register(f"{env.__name__}-v0", f"{__name__}:{env.__name__}")
