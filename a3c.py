@@ -69,7 +69,7 @@ SCRIPT = "a3c"
 PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
     # Vectors, ours: rewards of any size, and tasks that are learned in minutes.
-    "vector": {"total_steps": 1_000_000, "clip_rewards": False, "reward_scale": 0.1},
+    "vector": {"total_steps": 1_000_000, "learning_rate": 7e-3, "clip_rewards": False, "reward_scale": 0.1},
 }
 # Box actions: β is that of sec. 9, the rest ours.
 PRESETS["continuous"] = PRESETS["vector"] | {"entropy_coef": 1e-4}

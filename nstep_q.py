@@ -68,7 +68,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "vector": {
         "total_steps": 1_000_000,
         "epsilon_steps": 100_000,
-        "target_interval": 1_000,
+        "target_interval": 200,
+        "learning_rate": 7e-3,
         "eval_epsilon": 0.0,
         "clip_rewards": False,
         "reward_scale": 0.1,

@@ -12,8 +12,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -66,37 +66,48 @@ def _own_folder_and_handlers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         signal.signal(number, handler)
 
 
-class Thread(threading.Thread):
-    """What Team needs of a process."""
+class Here:
+    """A stand-in for an actor-learner's process and for both ends of its connection: it lives in this process, and
+    from its birth to its death while the parent looks for its first message. Starting a process takes seconds.
+    """
 
     exitcode = 1
 
-    def kill(self) -> None:
-        if self.is_alive():
-            raise AssertionError("an actor-learner did not stop")
+    def __init__(self, target: Callable, arguments: tuple) -> None:
+        self.target, self.arguments, self.messages = target, arguments, deque()
+
+    def poll(self) -> bool:
+        target, self.target = self.target, None
+        if target:
+            target(*self.arguments, self)
+        return True
+
+    def send(self, message: Any) -> None:
+        self.messages.append(message)
+
+    def recv(self) -> Any:
+        if not self.messages:
+            raise EOFError
+        return self.messages.popleft()
+
+    def is_alive(self) -> bool:
+        return False
+
+    def join(self, timeout: float | None = None) -> None:
+        pass
+
+    kill = close = join
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The one actor-learner becomes a thread: a process of its own takes seconds to start."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)  # it and the parent wait for each other at every step where an episode is one step
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one actor-learner becomes a `Here`."""
 
-    def start(target: Callable, arguments: tuple, name: str) -> tuple[Thread, Any]:
-        ours, theirs = multiprocessing.Pipe()
-
-        def live() -> None:
-            with theirs:
-                target(*arguments, theirs)
-
-        thread = Thread(target=live, name=name, daemon=True)
-        thread.start()
-        return thread, ours
+    def start(target: Callable, arguments: tuple, name: str) -> tuple[Here, Here]:
+        return (stand_in := Here(target, arguments)), stand_in
 
     monkeypatch.setattr(common.hogwild, "start_worker", start)
     monkeypatch.setattr(common.hogwild, "enter_worker", lambda: None)
-    yield
-    sys.setswitchinterval(interval)
 
 
 def run(trainer: ModuleType, *flags: Any) -> int:
@@ -209,9 +220,9 @@ def test_default_run_directory(trainer: ModuleType, here: None, tmp_path: Path) 
     assert (summary(run_dir)["steps"], summary(run_dir)["eval"]) == (50, None)
 
 
-def test_end_during_a_checkpoint(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_during_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last steps are taken while the parent waits for the disk: the run is complete all the same."""
-    monkeypatch.setattr(os, "fsync", lambda number: time.sleep(2))
+    monkeypatch.setattr(os, "fsync", lambda number: wait_for(lambda: not multiprocessing.active_children(), 10))
     assert run(a3c, *ENV, *ONE, "--total-steps", "500", "--checkpoint-interval", "1", "--run-dir", "r") == 0
     assert (summary(tmp_path / "r")["steps"], summary(tmp_path / "r")["status"]) == (500, "completed")
     assert checkpoint(tmp_path / "r")["step"] == 500
@@ -338,13 +349,13 @@ def test_one_process_is_deterministic(trainer: ModuleType, here: None, tmp_path:
     assert not same(a["model"], c["model"]) and a["returns"] != c["returns"]
 
 
-def test_a_process_learns_what_a_thread_learns(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_process_learns_what_its_stand_in_learns(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """The other tests may therefore save the time that it takes to start one."""
     flags = ["--env-id", "CartPole-v1", *ONE, "--total-steps", "2000", "--run-dir"]
     assert run(nstep_q, *flags, "process") == 0
     request.getfixturevalue("here")
-    assert run(nstep_q, *flags, "thread") == 0
-    assert same(numbers(checkpoint(tmp_path / "process")), numbers(checkpoint(tmp_path / "thread")))
+    assert run(nstep_q, *flags, "here") == 0
+    assert same(numbers(checkpoint(tmp_path / "process")), numbers(checkpoint(tmp_path / "here")))
 
 
 # ----------------------------------------------------------------------------------------------------- resume
@@ -446,6 +457,8 @@ def test_other_optimizers(trainer: ModuleType, optimizer: str, here: None, tmp_p
 
 def test_statistics_of_each_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Two processes save two of them, and a resumed run needs both."""
+    # shows: make_optimizers gives each optimizer the same generator model.parameters(), which the first one has used
+    # up: ValueError of an empty parameter list, with a traceback, for every number of processes but one.
     flags = [*ENV, "--eval-episodes", "0", "--optimizer", "rmsprop", "--n-processes", "2", "--run-dir", "r"]
     assert run(a3c, *flags, "--total-steps", "20000") == 0
     state = checkpoint(tmp_path / "r")
@@ -661,33 +674,42 @@ def test_fault_of_an_environment(
 
 def test_steps_before_the_last_death_are_counted(here: None, tmp_path: Path) -> None:
     # shows: Team.watch leaves by the WorkerError without telling the run of T, so that the checkpoint and the summary
-    # have the step of the parent's last look beside parameters that are older in steps.
+    # have the step of the parent's last look, beside parameters that have seen more.
     assert run(a3c, *faulty("raise", 10, "--total-steps", ENDLESS)) == 1
     assert checkpoint(tmp_path / "r")["step"] == summary(tmp_path / "r")["steps"] == 27  # 9 in each of three lives
 
 
 @each_trainer
 def test_loss_that_is_not_finite(
-    trainer: ModuleType, here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    trainer: ModuleType, copied: Callable[[ModuleType], Path], here: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The checkpoint is the last one before it."""
-    save, steps = trainer.Run.save, []
-
-    def counted(self: Any) -> None:
-        save(self)
-        steps.append(self.step)
-
-    monkeypatch.setattr(trainer.Run, "save", counted)
-    flags = ["--total-steps", ENDLESS, "--checkpoint-interval", "1"]
-    assert run(trainer, *faulty("huge reward", 1000, *flags)) == 1
+    """The last checkpoint is the one before it, and from there the run can go on."""
+    run_dir = copied(trainer)
+    before = (run_dir / "checkpoint.pt").read_bytes()
+    flags = ["--resume", run_dir, "--total-steps", "10000", "--env-kwargs"]
+    assert run(trainer, *flags, '{"fault": "huge reward", "after": 50}', "--checkpoint-interval", "1") == 1
     stderr = capfd.readouterr().err
     assert len(stderr.splitlines()) == 1 and "norm" in stderr and "inf" in stderr and f"{trainer.__name__}.py" in stderr
-    state = checkpoint(tmp_path / "r")
-    assert 0 < state["step"] == steps[-1] < 1000
+    assert (run_dir / "checkpoint.pt").read_bytes() == before and not list(run_dir.glob("*.tmp"))
+    assert run(trainer, *flags, ENV[3], "--total-steps", "250") == 0
+    assert checkpoint(run_dir)["step"] == 250
+
+
+@on_linux
+def test_loss_that_is_not_finite_ends_the_script(tmp_path: Path) -> None:
+    """One of two processes says so; the other is ended, and what it does meanwhile is not saved."""
+    run_dir = tmp_path / "r"
+    flags = faulty("huge reward", 3000, "--total-steps", ENDLESS, "--checkpoint-interval", "1", "--n-processes", "2")
+    with script(a3c, *flags, "--run-dir", run_dir) as process:
+        assert wait_for(lambda: actor_learners(process), 60)
+        rest = descendants(process.pid)
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 1 and len(stderr.splitlines()) == 1 and "inf" in stderr, stderr
+        assert wait_for(lambda: not alive(rest), 10)
+    state = checkpoint(run_dir)
+    assert 0 < state["step"] < 6000
     assert all(tensor.isfinite().all() for tensor in [squares(state), *state["model"].values()])
-    assert not (tmp_path / "r" / "summary.json").exists() and not list((tmp_path / "r").glob("*.tmp"))
-    flags = ["--env-kwargs", ENV[3], "--total-steps", state["step"] + 50]  # from there it can go on
-    assert run(trainer, "--resume", "r", *flags) == 0
+    assert not (run_dir / "summary.json").exists() and not list(run_dir.glob("*.tmp"))
 
 
 @each_trainer
