@@ -197,7 +197,12 @@ class ActorCritic(nn.Module):
         return self.policy(features[0]), self.value(features[-1]).squeeze(-1), states
 
     def sample(self, outputs: Tensor) -> Tensor:
-        """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim + 1) → (n, action_dim)."""
+        """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim + 1) → (n, action_dim).
+
+        Raises: FloatingPointError: the outputs are not finite.
+        """
+        if not outputs.isfinite().all():
+            raise FloatingPointError("the outputs of the network are not finite")
         if self.discrete:
             return torch.multinomial(outputs.softmax(-1), 1).squeeze(-1)
         mean, variance = self.gaussian(outputs)

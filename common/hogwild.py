@@ -88,9 +88,10 @@ def _work(target: Callable, worker: Worker, arguments: tuple, connection: Any) -
     try:
         target(worker, *arguments)
     except Exception as error:
-        diverged = isinstance(error, FloatingPointError)
+        kind = "diverged" if isinstance(error, FloatingPointError) else "failed"
+        says_all = isinstance(error, (FloatingPointError, WorkerError))
         with contextlib.suppress(OSError):  # the parent has closed its end already
-            connection.send(("diverged", str(error)) if diverged else ("failed", traceback.format_exc()))
+            connection.send((kind, str(error) if says_all else traceback.format_exc()))
 
 
 class Team:
@@ -144,12 +145,17 @@ class Team:
             FloatingPointError: a loss or gradient is not finite. WorkerError: an actor-learner died three times
                 within a minute.
         """
-        while self.global_step < self.total_steps and not run.stopped:
-            run.count_update(self.global_step, self.scalars)
-            time.sleep(POLL_INTERVAL)
+        try:
+            while self.global_step < self.total_steps and not run.stopped:
+                run.count_update(self.global_step, self.scalars)
+                time.sleep(POLL_INTERVAL)
+                self._receive(run)
+            self._stop()
             self._receive(run)
-        self._stop()
-        self._receive(run)
+        except WorkerError:
+            self._stop()
+            run.count_update(self.global_step, self.scalars)
+            raise
         run.count_update(self.global_step, self.scalars)
 
     def _stop(self) -> None:
@@ -188,8 +194,8 @@ class Team:
         self._start(index)
 
     @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
-        """A context in which no actor-learner is in the middle of an update."""
+    def quiet(self) -> Iterator[int]:
+        """A context in which no actor-learner is in the middle of an update; gives T."""
         self.pauses += 1
         self.flags[PAUSE] = self.pauses
         deadline = time.monotonic() + 10  # whoever has not come by then hangs in its environment
@@ -197,7 +203,7 @@ class Team:
             while self.parked[index] != self.pauses and time.monotonic() < deadline and process.is_alive():
                 time.sleep(0.001)
         try:
-            yield
+            yield self.global_step
         finally:
             self.flags[PAUSE] = 0
 

@@ -232,7 +232,7 @@ class Run:
         parts: what a checkpoint saves, by name: model, optimizer and whatever else has a state_dict.
         new_policy: makes the policy that is evaluated when training is complete.
         checkpoint: where to go on; None starts afresh.
-        quiet: makes a context in which nobody changes the parts.
+        quiet: makes a context in which nobody changes the parts, and that gives the step they are at, or None.
     """
 
     COUNTS = ("step", "updates", "episodes", "wall_seconds")
@@ -330,14 +330,15 @@ class Run:
 
     def save(self) -> None:
         """Write checkpoint.pt beside the old one and rename it, so that a kill at any instant leaves a whole one."""
-        state = {"script": self.script, "args": dataclasses.asdict(self.args)}
-        state |= {"step": self.step, "updates": self.updates, "episodes": self.episodes}
-        state |= {"wall_seconds": self.seconds, "returns": list(self.returns)}
-        state |= {"torch_rng": torch.get_rng_state()}
-        state |= {"cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None}
         temporary = self.dir / "checkpoint.pt.tmp"
         with open(temporary, "wb") as file:
-            with self.quiet():
+            with self.quiet() as step:
+                self.step = self.step if step is None else step
+                state = {"script": self.script, "args": dataclasses.asdict(self.args)}
+                state |= {"step": self.step, "updates": self.updates, "episodes": self.episodes}
+                state |= {"wall_seconds": self.seconds, "returns": list(self.returns)}
+                state |= {"torch_rng": torch.get_rng_state()}
+                state |= {"cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None}
                 torch.save(state | {name: part.state_dict() for name, part in self.parts.items()}, file)
             file.flush()
             os.fsync(file.fileno())

@@ -333,7 +333,10 @@ def enter_worker() -> None:
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     os.setsid()  # Ctrl-C and `timeout` signal the whole group; only the parent shall answer
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # what came in the meantime is dropped
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # even in the middle of a step
 
