@@ -24,8 +24,10 @@ Where the sources differ or are silent, this file reads:
 - g starts from 0; α falls to zero over T_max by the global step;
 - the differential entropy of a Gaussian is the one that sec. 9 prints, of one dimension.
 Departures: a time limit does not cut the return, it bootstraps from V of the final observation (sec. 9 learns from
-whole episodes and never bootstraps: `--t-max` as long as an episode and `--no-bootstrap-limits` do that); losing a
-life does not end an episode; 0 to 30 no-ops. Vectors with Discrete actions and the preset `vector` are ours.
+whole episodes and never bootstraps: `--t-max` as long as an episode and `--no-bootstrap-limits` do that); its LSTM is
+there with `--lstm` only, and pictures get the networks of sec. 8; a Gaussian's [-1, 1] is stretched to the bounds of
+the actions and clipped there; losing a life does not end an episode; 0 to 30 no-ops. Vectors with Discrete actions and
+the preset `vector` are ours.
 A process that starts, after --resume too, draws from a random stream of its own: (seed, process, T).
 """
 
@@ -157,7 +159,8 @@ class Trunk(nn.Module):
         self.layers, self.size = nn.Sequential(*layers), layers[-2].out_features
         self.lstm = None
         if lstm:
-            self.lstm, self.size = nn.LSTMCell(self.size, cells := 128 if arch == "mlp" else 256), cells
+            cells = 128 if arch == "mlp" else 256
+            self.lstm, self.size = nn.LSTMCell(self.size, cells), cells
 
     def forward(self, obs: Tensor, state: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """(t, n, 4, 84, 84) uint8 or (t, n, d) float and (h, c) before them → (t, n, size) and (h, c) after them."""
@@ -315,12 +318,14 @@ def to_env(actions: Tensor, space: gym.Space) -> np.ndarray:
 # --------------------------------------------------------------------------------------------------- training
 
 
-def actor_learner(worker: Worker, args: Args, shared_model: ActorCritic, optimizers: list[RMSProp]) -> None:
+def actor_learner(
+    worker: Worker, args: Args, shared_model: ActorCritic, optimizers: list[RMSProp | MomentumSGD]
+) -> None:
     """Algorithm S3, one process of it, to the end of training.
 
     Raises: WorkerError: the environment failed. FloatingPointError: the loss or its gradient is not finite.
     """
-    index, start = worker.index, worker.global_step
+    index, start = worker.index, worker.start
     optimizer = optimizers[index % len(optimizers)]
     torch.manual_seed(env_seed(args.seed, start, index))
     envs = make_vec_env(args.env_id, 1, 0, json.loads(args.env_kwargs))  # one environment: n = 1 from here on
@@ -386,13 +391,14 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     env = check_env(args)
     model = ActorCritic(env.observation_space, env.action_space, args.arch, args.lstm)
     optimizers = make_optimizers(args, model)
-    share(model, *optimizers)
     parts = {"model": model} | {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
     step = checkpoint["step"] if checkpoint else 0
     team = Team(actor_learner, (args, model, optimizers), args.n_processes, args.total_steps, step)
     new_policy = functools.partial(make_policy, model, env.action_space)
-    with Run(SCRIPT, args, parts, new_policy, checkpoint, team.quiet) as run, team:
-        team.watch(run)
+    with Run(SCRIPT, args, parts, new_policy, checkpoint, team.quiet) as run:
+        share(model, *optimizers)
+        with team:
+            team.watch(run)
     return run.exit_status
 
 
@@ -452,10 +458,14 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
         args.arch = "nips" if images else "mlp"
     if (args.arch == "mlp") == images:
         raise UsageError(f"--arch {args.arch} does not fit the observations of {args.env_id}: {env.observation_space}")
+    own = args.optimizer != "shared-rmsprop"
+    if checkpoint and own and args.n_processes != checkpoint["args"]["n_processes"]:
+        raise UsageError(f"--n-processes {args.n_processes}: the run has statistics of another number of processes")
     if args.n_processes is None:
         args.n_processes = n_cores()
     check_range(args, "total_steps checkpoint_interval n_processes t_max", 1)
-    check_range(args, "seed eval_episodes learning_rate entropy_coef value_coef max_grad_norm rms_eps reward_scale", 0)
+    check_range(args, "seed eval_episodes learning_rate entropy_coef value_coef max_grad_norm reward_scale", 0)
+    check_range(args, "rms_eps", 1e-12)
     check_range(args, "gamma rms_decay", 0, 1)
     if checkpoint is None:
         make_run_dir(SCRIPT, args)

@@ -244,13 +244,13 @@ class MomentumSGD(torch.optim.Optimizer):
 
 
 def actor_learner(
-    worker: Worker, args: Args, shared_model: QNetwork, target_model: QNetwork, optimizers: list[RMSProp]
+    worker: Worker, args: Args, shared_model: QNetwork, target_model: QNetwork, optimizers: list[RMSProp | MomentumSGD]
 ) -> None:
     """Algorithm S2, one process of it, to the end of training.
 
     Raises: WorkerError: the environment failed. FloatingPointError: the gradient is not finite.
     """
-    index, start = worker.index, worker.global_step
+    index, start = worker.index, worker.start
     optimizer, epsilon_final = optimizers[index % len(optimizers)], draw_epsilon_final(args, index)
     torch.manual_seed(env_seed(args.seed, start, index))
     envs = make_vec_env(args.env_id, 1, 0, json.loads(args.env_kwargs))  # one environment: n = 1 from here on
@@ -274,7 +274,7 @@ def actor_learner(
         if not rewards:
             break
         R = 0.0
-        if not done or not terminated[0]:
+        if not terminated[0]:
             last_obs = to_tensor(np.stack(info["final_obs"])) if done else obs
             with torch.no_grad():
                 R = target_model(last_obs).max().item()
@@ -313,15 +313,16 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     model = QNetwork(env.observation_space, env.action_space, args.arch)
     target_model = copy.deepcopy(model)  # θ⁻
     optimizers = make_optimizers(args, model)
-    share(model, *optimizers)
-    share(target_model)
     parts = {"model": model, "target_model": target_model}
     parts |= {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
     step = checkpoint["step"] if checkpoint else 0
     team = Team(actor_learner, (args, model, target_model, optimizers), args.n_processes, args.total_steps, step)
     new_policy = functools.partial(make_policy, model, args.eval_epsilon)
-    with Run(SCRIPT, args, parts, new_policy, checkpoint, team.quiet) as run, team:
-        team.watch(run)
+    with Run(SCRIPT, args, parts, new_policy, checkpoint, team.quiet) as run:
+        share(model, *optimizers)
+        share(target_model)
+        with team:
+            team.watch(run)
     return run.exit_status
 
 
@@ -379,10 +380,14 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
         args.arch = "nips" if images else "mlp"
     if (args.arch == "mlp") == images:
         raise UsageError(f"--arch {args.arch} does not fit the observations of {args.env_id}: {env.observation_space}")
+    own = args.optimizer != "shared-rmsprop"
+    if checkpoint and own and args.n_processes != checkpoint["args"]["n_processes"]:
+        raise UsageError(f"--n-processes {args.n_processes}: the run has statistics of another number of processes")
     if args.n_processes is None:
         args.n_processes = n_cores()
     check_range(args, "total_steps checkpoint_interval n_processes t_max target_interval epsilon_steps", 1)
-    check_range(args, "seed eval_episodes learning_rate max_grad_norm rms_eps reward_scale", 0)
+    check_range(args, "seed eval_episodes learning_rate max_grad_norm reward_scale", 0)
+    check_range(args, "rms_eps", 1e-12)
     check_range(args, "gamma rms_decay eval_epsilon", 0, 1)
     finals, probs = args.epsilon_finals, args.epsilon_probs
     if not all(0 <= x <= 1 for x in (*finals, *probs)) or len(finals) != len(probs) or not math.isclose(sum(probs), 1):

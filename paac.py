@@ -23,8 +23,8 @@ Where the paper and its released code (github.com/Alfredvc/paac) differ or are s
 
 Departures: a time limit does not cut the return, it bootstraps from V of the final observation; games start with
 0 to 30 no-ops (the code), the paper says 1 to 30. The paper has no vectors and no continuous actions: the MLP, its
-running normalisation, the Gaussian and the presets `vector` and `continuous` are ours. Everything is float32, but
-on CUDA PyTorch computes convolutions in TF32 unless told otherwise.
+running normalisation, the Gaussian (its [-1, 1] stretched to the bounds of the actions) and the presets `vector` and
+`continuous` are ours. Everything is float32, but on CUDA PyTorch computes convolutions in TF32 unless told otherwise.
 """
 
 from __future__ import annotations
@@ -410,7 +410,8 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     if args.n_workers is None:
         args.n_workers = min(8, n_cores(), args.n_envs)
     check_range(args, "n_workers", 0, args.n_envs)
-    check_range(args, "seed eval_episodes learning_rate entropy_coef value_coef max_grad_norm rms_eps reward_scale", 0)
+    check_range(args, "seed eval_episodes learning_rate entropy_coef value_coef max_grad_norm reward_scale", 0)
+    check_range(args, "rms_eps", 1e-12)
     check_range(args, "gamma rms_decay", 0, 1)
     if checkpoint is None:
         make_run_dir(SCRIPT, args)

@@ -36,10 +36,13 @@ class Worker:
         parked: (n_processes,) int64 in shared memory, the last pause that each process has come to rest for.
         flags: (3,) int64 in shared memory: the number of the pause that holds now (0: none), whether to stop, and T
             when a crossing was last noticed.
+        start: T when the parent started this process, which its random numbers depend on.
     """
 
-    def __init__(self, index: int, counts: Tensor, parked: Tensor, flags: Tensor, total_steps: int) -> None:
-        self.index, self.total_steps = index, total_steps
+    def __init__(
+        self, index: int, counts: Tensor, parked: Tensor, flags: Tensor, total_steps: int, start: int = 0
+    ) -> None:
+        self.index, self.total_steps, self.start = index, total_steps, start
         self.counts, self.parked, self.flags = counts, parked, flags
         self.connection: Any = None
         self.episode_return, self.episode_length, self.updates = 0.0, 0, 0
@@ -60,7 +63,7 @@ class Worker:
             self.episode_return, self.episode_length = 0.0, 0
 
     def crossed(self, interval: int) -> bool:
-        """Whether T has passed a multiple of `interval`; of all processes, the first that asks is told so."""
+        """Whether T has passed a multiple of `interval` that no process has been told of (or two at the same time)."""
         if self.global_step // interval <= self.flags[CROSSED] // interval:
             return False
         self.flags[CROSSED] = self.global_step
@@ -82,16 +85,17 @@ class Worker:
 
 def _work(target: Callable, worker: Worker, arguments: tuple, connection: Any) -> None:
     enter_worker()
-    torch.set_num_threads(1)
     keep_freed_memory()
     worker.connect(connection)
     try:
         target(worker, *arguments)
     except Exception as error:
-        kind = "diverged" if isinstance(error, FloatingPointError) else "failed"
-        says_all = isinstance(error, (FloatingPointError, WorkerError))
+        where = f"actor-learner {worker.index} at step {worker.global_step}"
         with contextlib.suppress(OSError):  # the parent has closed its end already
-            connection.send((kind, str(error) if says_all else traceback.format_exc()))
+            if isinstance(error, FloatingPointError):
+                connection.send(("diverged", f"{where}: {error}"))
+            else:  # WorkerError: an environment's traceback is in it already
+                connection.send(("failed", str(error) if isinstance(error, WorkerError) else traceback.format_exc()))
 
 
 class Team:
@@ -122,8 +126,9 @@ class Team:
         return int(self.counts.sum())
 
     def __enter__(self) -> Team:
+        step = self.global_step  # the same for all, however long the first ones have been at work by then
         for index in range(self.n_processes):
-            self._start(index)
+            self._start(index, step)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -133,13 +138,15 @@ class Team:
             process.join()
             connection.close()
 
-    def _start(self, index: int) -> None:
-        worker = Worker(index, *self.shared, self.total_steps)
+    def _start(self, index: int, step: int) -> None:
+        worker = Worker(index, *self.shared, self.total_steps, step)
         arguments = (self.target, worker, self.arguments)
         self.processes[index], self.connections[index] = start_worker(_work, arguments, f"actor-learner-{index}")
 
     def watch(self, run: Run) -> None:
         """Follow the actor-learners to the end of training: count, log, save and replace.
+
+        What `Run` calls an update is a look of the parent here; losses are those of the process that last told any.
 
         Raises:
             FloatingPointError: a loss or gradient is not finite. WorkerError: an actor-learner died three times
@@ -152,6 +159,9 @@ class Team:
                 self._receive(run)
             self._stop()
             self._receive(run)
+            for index, cause in enumerate(self.causes):
+                if cause:
+                    run.event(f"actor-learner {index} died at the end: {cause}")
         except WorkerError:
             self._stop()
             run.count_update(self.global_step, self.scalars)
@@ -191,14 +201,18 @@ class Team:
             raise WorkerError(f"actor-learner {index} died three times within a minute:\n{cause}")
         run.event(f"actor-learner {index} died and is replaced: {cause}")
         self.connections[index].close()
-        self._start(index)
+        process.kill()  # whatever still keeps it
+        self._start(index, self.global_step)
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[int]:
-        """A context in which no actor-learner is in the middle of an update; gives T."""
+        """A context in which no actor-learner is in the middle of an update; gives T.
+
+        Waits 10 s at most, for one that starts or whose environment hangs.
+        """
         self.pauses += 1
         self.flags[PAUSE] = self.pauses
-        deadline = time.monotonic() + 10  # whoever has not come by then hangs in its environment
+        deadline = time.monotonic() + 10
         for index, process in enumerate(self.processes):
             while self.parked[index] != self.pauses and time.monotonic() < deadline and process.is_alive():
                 time.sleep(0.001)
@@ -218,9 +232,9 @@ def share(module: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
-def sync(local: list[Tensor], shared: list[Tensor]) -> None:
-    """θ′ ← θ."""
-    torch._foreach_copy_(local, shared)
+def sync(parameters: list[Tensor], source: list[Tensor]) -> None:
+    """θ′ ← θ, or θ⁻ ← θ."""
+    torch._foreach_copy_(parameters, source)
 
 
 def hand_over(local: list[Tensor], shared: list[Tensor]) -> None:

@@ -155,7 +155,10 @@ def keep_freed_memory() -> None:
 
 
 def env_seed(*key: int) -> int:
-    """A seed for a vector environment, which adds i for environment i; other keys lead far away from it."""
+    """A seed for a vector environment, which adds i for environment i; other keys lead far away from it.
+
+    Keys that differ in zeros at the end are the same key.
+    """
     return int(np.random.SeedSequence(key).generate_state(1)[0]) >> 2  # ALE takes 31 bits
 
 
@@ -252,7 +255,7 @@ class Run:
         self.parts, self.new_policy, self.quiet = parts, new_policy, quiet
         self.step = self.updates = self.episodes = self.signal = 0
         self.wall_seconds, self.returns = 0.0, deque(maxlen=100)  # of the last 100 episodes
-        self.finished: list[tuple[float, int]] = []  # (return, length) of episodes since the last point
+        self.finished: list[tuple[float, float]] = []  # (return, length) of episodes since the last point
         if checkpoint:
             self._restore(checkpoint)
         self.first_step = self.saved_step = self.logged_step = self.step
@@ -299,12 +302,16 @@ class Run:
 
     def count_update(self, step: int, scalars: dict[str, Any]) -> None:
         """Take note of an update; now and then log the scalars, show the progress and write a checkpoint."""
-        self.bar.update(step - self.step)
-        self.step, self.updates = step, self.updates + 1
+        self._advance(step)
+        self.updates += 1
         if self.updates % LOG_INTERVAL == 0 or step >= self.args.total_steps:
             self._log(scalars)
         if step - self.saved_step >= self.args.checkpoint_interval:
             self.save()
+
+    def _advance(self, step: int) -> None:
+        self.bar.update(step - self.step)
+        self.step = step
 
     def _log(self, scalars: dict[str, Any]) -> None:
         now, total = time.monotonic(), self.args.total_steps
@@ -333,7 +340,8 @@ class Run:
         temporary = self.dir / "checkpoint.pt.tmp"
         with open(temporary, "wb") as file:
             with self.quiet() as step:
-                self.step = self.step if step is None else step
+                if step is not None:
+                    self._advance(step)
                 state = {"script": self.script, "args": dataclasses.asdict(self.args)}
                 state |= {"step": self.step, "updates": self.updates, "episodes": self.episodes}
                 state |= {"wall_seconds": self.seconds, "returns": list(self.returns)}

@@ -403,7 +403,7 @@ def make_env(spec: EnvSpec, env_kwargs: dict | None = None, render_mode: str | N
 def _adapt(env: gym.Env) -> gym.Env:
     """The wrappers of `make_env`. Raises ValueError where none would do."""
     space = env.observation_space
-    if isinstance(space, spaces.Dict) and len(space) == 1:
+    if isinstance(space, spaces.Dict) and [type(part) for part in space.values()] == [spaces.Box]:
         (key,) = space
         space = space[key]
         env = gym.wrappers.TransformObservation(env, lambda obs: obs[key], space)

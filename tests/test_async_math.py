@@ -624,7 +624,7 @@ def play(trainer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     optimizers = optimizers[:1] if args.optimizer == "shared-rmsprop" else optimizers
     others = optimizers[:-1]
     team = Team(trainer.actor_learner, (), n_processes, until, start)
-    worker = Crowd(index, *team.shared, until)
+    worker = Crowd(index, *team.shared, until, start)
     worker.jumps = jumps
     worker.connect(Wire())
     targets = [] if target_model is None else [target_model]
@@ -913,6 +913,7 @@ def test_q_methods_are_their_algorithms(
     trainer: ModuleType, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exploration = {"epsilon_finals": 0.3, "epsilon_probs": 1.0, "epsilon_steps": 20}
+    exploration |= {} if trainer is nstep_q else {"update_interval": 5}
     played = play(trainer, tmp_path, monkeypatch, exploration | Q_CASES[case])
     slow = slow_n_step_q(played) if trainer is nstep_q else slow_one_step(played, trainer is sarsa)
     check(played, slow)
