@@ -36,7 +36,7 @@ def read_curve(run: Path, points: int) -> list[tuple[int, float, float, float]]:
     speed = {event.step: event.value for event in events.Scalars("charts/SPS")}
     seconds, step, times = 0.0, 0, {}
     for at in sorted(speed):
-        seconds += (at - step) / speed[at]
+        seconds += (at - step) / speed[at] if speed[at] else 0.0
         step, times[at] = at, seconds
     returns = [(event.step, event.value) for event in events.Scalars("charts/episodic_return") if event.step in times]
     size = -(-len(returns) // points)
