@@ -207,6 +207,7 @@ def load_checkpoint(script: str, flag: str, run_dir: str) -> dict:
     if writer != script:
         raise UsageError(f"{flag} {run_dir}: checkpoint.pt was written by {writer}.py, not by {script}.py")
     needed = {"args", *Run.COUNTS, "returns", "model", "torch_rng", "cuda_rng"}
+    needed |= set() if any(key.startswith("optimizer") for key in keys) else {"optimizer"}  # or one a process
     if missing := needed - keys:
         raise UsageError(f"{flag} {run_dir}: checkpoint.pt is not whole, it lacks {', '.join(sorted(missing))}")
     return checkpoint
