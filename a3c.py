@@ -234,7 +234,7 @@ class ActorCritic(nn.Module):
 
 
 def rollout_returns(rewards: list[float], bootstrap: float, gamma: float) -> Tensor:
-    """R_i = r_i + γ R_{i+1} backwards from the bootstrap value, (len(rewards),)."""
+    """R_i = r_i + γ R_{i+1} backwards from the bootstrap value (Alg. S2, S3), (len(rewards),)."""
     returns, R = [], bootstrap
     for reward in reversed(rewards):
         R = reward + gamma * R
@@ -335,24 +335,24 @@ def actor_learner(
     while worker.go_on():
         sync(parameters, shared_parameters)  # θ′ ← θ
         observations, actions, rewards, first_states, done = [], [], [], states, False
-        while not done and len(rewards) < args.t_max and worker.go_on():
+        while True:
             with torch.no_grad():
                 output, _, states = model(obs, states)
-                action = model.sample(output[0])
+                action = model.sample(output[0])  # a_t by π(a_t|s_t; θ′)
             next_obs, reward, terminated, truncated, info = envs.step(to_env(action, envs.single_action_space))
             observations.append(obs)
             actions.append(action)
             rewards.append(learned_reward(float(reward[0]), args))
             obs, done = to_sequence(next_obs), bool(terminated[0] or truncated[0])
             worker.count_step(reward[0], done)  # T ← T + 1
-        if not rewards:
-            break
-        R = 0.0
+            if done or len(rewards) == args.t_max or not worker.go_on():
+                break
+        R = 0.0  # for a terminal s_t, else V(s_t; θ′)
         if not done or (args.bootstrap_limits and not terminated[0]):
             last_obs = to_sequence(np.stack(info["final_obs"])) if done else obs
             with torch.no_grad():
                 R = model(last_obs, states)[1].item()  # the state after s_t is thrown away: s_t will be seen again
-        returns = rollout_returns(rewards, R, args.gamma)
+        returns = rollout_returns(rewards, R, args.gamma)  # R ← r_i + γ R
         # θ′ has not changed: one pass over the whole rollout gives the outputs that were acted on, now with gradients
         outputs, values, _ = model(torch.cat(observations), first_states)
         log_probs, entropies = model.log_prob_and_entropy(outputs[:, 0], torch.cat(actions))
@@ -361,7 +361,7 @@ def actor_learner(
         )
         for p in parameters:
             p.grad = None
-        loss.backward()
+        loss.backward()  # dθ, summed over the rollout
         grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
         if not torch.isfinite(grad_norm):
             raise FloatingPointError(f"the loss is {loss.item()}, the norm of its gradient {grad_norm.item()}")
@@ -374,7 +374,7 @@ def actor_learner(
             {
                 "losses/policy_loss": policy_loss,
                 "losses/value_loss": value_loss,
-                "losses/entropy": entropies.mean(),
+                "losses/entropy": entropies,
                 "losses/grad_norm": grad_norm,
                 "charts/learning_rate": optimizer.param_groups[0]["lr"],
             }

@@ -10,7 +10,7 @@ Every 5 steps it applies the sum of their gradients, taken on the live θ as wel
     θ⁻ ← θ    whenever T passes a multiple of I_target
 
     python async_q.py                                               # Pong from pixels
-    python async_q.py --env-id CartPole-v1 --total-steps 400_000    # two minutes
+    python async_q.py --env-id CartPole-v1 --total-steps 400_000    # a minute
     python async_q.py --resume runs/...                             # go on after an interruption
     python async_q.py --evaluate runs/... --record                  # 30 episodes and a GIF
 
@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import json
 import math
 import sys
@@ -256,10 +255,8 @@ def actor_learner(
     envs = make_vec_env(args.env_id, 1, 0, json.loads(args.env_kwargs))  # one environment: n = 1 from here on
     parameters, target_parameters = list(model.parameters()), list(target_model.parameters())  # θ, θ⁻
     obs = to_tensor(envs.reset(seed=env_seed(args.seed, start, index, 1))[0])
-    observations, actions, targets = [], [], []  # since the last update
-    for t in itertools.count(1):
-        if not worker.go_on():
-            break
+    observations, actions, targets, t = [], [], [], 0  # since the last update; steps of this process
+    while worker.go_on():
         epsilon = epsilon_at(epsilon_final, worker.global_step, args.epsilon_steps)
         with torch.no_grad():
             action = epsilon_greedy(model(obs), epsilon)  # θ as it is now
@@ -272,15 +269,16 @@ def actor_learner(
         r = learned_reward(float(reward[0]), args)
         targets.append(one_step_target(r, bool(terminated[0]), next_q_values, args.gamma))
         worker.count_step(reward[0], done)  # T ← T + 1
+        t += 1
         if worker.crossed(args.target_interval):
             sync(target_parameters, parameters)  # θ⁻ ← θ
         if t % args.update_interval == 0 or done:
             # Σ (y - Q(s, a; θ))² over the steps since the last update, again on θ as it is now
             q_values = model(torch.cat(observations)).gather(1, torch.stack(actions)).squeeze(1)
-            loss = (torch.tensor(targets) - q_values).square().sum()
+            squares = (torch.tensor(targets) - q_values).square()
             for p in parameters:
                 p.grad = None
-            loss.backward()  # into gradients that are this process's own
+            squares.sum().backward()  # dθ, into gradients that are this process's own
             grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
             if not torch.isfinite(grad_norm):
                 raise FloatingPointError(f"the norm of the gradient is {grad_norm.item()}")
@@ -288,7 +286,7 @@ def actor_learner(
             optimizer.step()  # asynchronous update of θ
             worker.report_update(
                 {
-                    "losses/value_loss": loss / len(targets),
+                    "losses/value_loss": squares,
                     "losses/grad_norm": grad_norm,
                     "charts/epsilon": epsilon,
                     "charts/learning_rate": optimizer.param_groups[0]["lr"],

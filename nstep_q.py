@@ -10,7 +10,7 @@ t_max steps, or to the end of the episode, and then applies its gradient to θ w
     θ⁻ ← θ    whenever T passes a multiple of I_target
 
     python nstep_q.py                                               # Pong from pixels
-    python nstep_q.py --env-id CartPole-v1 --total-steps 400_000    # two minutes
+    python nstep_q.py --env-id CartPole-v1 --total-steps 400_000    # a minute
     python nstep_q.py --resume runs/...                             # go on after an interruption
     python nstep_q.py --evaluate runs/... --record                  # 30 episodes and a GIF
 
@@ -167,7 +167,7 @@ class QNetwork(nn.Module):
 
 
 def rollout_returns(rewards: list[float], bootstrap: float, gamma: float) -> Tensor:
-    """R_i = r_i + γ R_{i+1} backwards from the bootstrap value, (len(rewards),)."""
+    """R_i = r_i + γ R_{i+1} backwards from the bootstrap value (Alg. S2, S3), (len(rewards),)."""
     returns, R = [], bootstrap
     for reward in reversed(rewards):
         R = reward + gamma * R
@@ -261,29 +261,29 @@ def actor_learner(
     while worker.go_on():
         sync(parameters, shared_parameters)  # θ′ ← θ
         observations, actions, rewards, done = [], [], [], False
-        while not done and len(rewards) < args.t_max and worker.go_on():
+        while True:
             epsilon = epsilon_at(epsilon_final, worker.global_step, args.epsilon_steps)
             with torch.no_grad():
-                action = epsilon_greedy(model(obs), epsilon)
+                action = epsilon_greedy(model(obs), epsilon)  # a_t by Q(s_t, a; θ′)
             next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
             observations.append(obs)
             actions.append(action)
             rewards.append(learned_reward(float(reward[0]), args))
             obs, done = to_tensor(next_obs), bool(terminated[0] or truncated[0])
             worker.count_step(reward[0], done)  # T ← T + 1
-        if not rewards:
-            break
-        R = 0.0
+            if done or len(rewards) == args.t_max or not worker.go_on():
+                break
+        R = 0.0  # for a terminal s_t, else max_a Q(s_t, a; θ⁻)
         if not terminated[0]:
             last_obs = to_tensor(np.stack(info["final_obs"])) if done else obs
             with torch.no_grad():
                 R = target_model(last_obs).max().item()
-        returns = rollout_returns(rewards, R, args.gamma)
+        returns = rollout_returns(rewards, R, args.gamma)  # R ← r_i + γ R
         q_values = model(torch.cat(observations)).gather(1, torch.stack(actions)).squeeze(1)  # Q(s_i, a_i; θ′)
-        loss = (returns - q_values).square().sum()
+        squares = (returns - q_values).square()
         for p in parameters:
             p.grad = None
-        loss.backward()
+        squares.sum().backward()  # dθ, summed over the rollout
         grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
         if not torch.isfinite(grad_norm):
             raise FloatingPointError(f"the norm of the gradient is {grad_norm.item()}")
@@ -294,7 +294,7 @@ def actor_learner(
             sync(target_parameters, shared_parameters)  # θ⁻ ← θ
         worker.report_update(
             {
-                "losses/value_loss": loss / len(rewards),
+                "losses/value_loss": squares,
                 "losses/grad_norm": grad_norm,
                 "charts/epsilon": epsilon,
                 "charts/learning_rate": optimizer.param_groups[0]["lr"],

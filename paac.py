@@ -303,12 +303,13 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     parts = {"model": model, "optimizer": optimizer}
     shape = (args.t_max, args.n_envs)
     rewards, dones = np.zeros(shape, np.float32), np.zeros(shape, np.bool_)
+    final_values = torch.zeros(shape, device=device)
     with Run(SCRIPT, args, parts, new_policy, checkpoint) as run, contextlib.closing(envs):
         step = run.step
         obs = to_device(envs.reset(seed=env_seed(args.seed, step))[0], device)
         while step < args.total_steps and not run.stopped:  # l. 3, 20
             observations, outputs, values, actions = [], [], [], []
-            final_values = torch.zeros(shape, device=device)
+            final_values.zero_()
             for t in range(args.t_max):  # l. 4
                 # θ does not change within a rollout: this forward pass is kept and serves the backward pass as well
                 output, value = model(obs)  # l. 6
@@ -356,7 +357,7 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                 {
                     "losses/policy_loss": policy_loss,
                     "losses/value_loss": value_loss,
-                    "losses/entropy": entropies.mean(),
+                    "losses/entropy": entropies,
                     "losses/grad_norm": grad_norm,
                     "charts/learning_rate": optimizer.param_groups[0]["lr"],
                 },
@@ -391,7 +392,7 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     args, checkpoint = read_flags(argv, Args(), __doc__), None
     if args.resume or args.evaluate:
         args, checkpoint = read_run(SCRIPT, argv, args, fixed=("preset", "arch", "n_envs"))
-    pick_device(args.device)
+    pick_device(args.device)  # or refuse it
     env = check_env(args)
     images, continuous = len(env.observation_space.shape) == 3, isinstance(env.action_space, spaces.Box)
     if checkpoint is None:

@@ -32,6 +32,7 @@ import torch
 import tyro
 
 import paac
+from common.run import n_cores
 from common.vec_env import make_vec_env
 
 
@@ -57,7 +58,7 @@ class Args:
 
 def environment_rate(args: Args, n_envs: int) -> float:
     """Steps/s of the vector environment alone, with random actions."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = n_cores()
     envs = make_vec_env(args.env_id, n_envs, min(8, cores, n_envs) if args.device == "cpu" else cores)
     envs.reset(seed=0)
     random, steps, start = np.random.default_rng(0), 0, time.perf_counter()

@@ -180,8 +180,8 @@ def make_run_dir(script: str, args: Any) -> None:
 
 
 def to_float(value: Any) -> float:
-    """A number, or a tensor of one number whether or not it has a gradient."""
-    return float(value.detach() if isinstance(value, Tensor) else value)
+    """A number, or the mean of a tensor: taken only where it is logged, not at every update."""
+    return float(value.detach().mean() if isinstance(value, Tensor) else value)
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -207,7 +207,8 @@ def load_checkpoint(script: str, flag: str, run_dir: str) -> dict:
     if writer != script:
         raise UsageError(f"{flag} {run_dir}: checkpoint.pt was written by {writer}.py, not by {script}.py")
     needed = {"args", *Run.COUNTS, "returns", "model", "torch_rng", "cuda_rng"}
-    needed |= set() if any(key.startswith("optimizer") for key in keys) else {"optimizer"}  # or one a process
+    if not any(key.startswith("optimizer") for key in keys):  # one, or one for each process
+        needed.add("optimizer")
     if missing := needed - keys:
         raise UsageError(f"{flag} {run_dir}: checkpoint.pt is not whole, it lacks {', '.join(sorted(missing))}")
     return checkpoint

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import json
@@ -11,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -35,13 +33,13 @@ from common.vec_env import enter_worker, start_worker
 from tests.paac_envs import Bandit
 from tests.test_paac_run import (
     ENDLESS,
-    ROOT,
     alive,
     checkpoint,
     descendants,
     is_helper,
     on_linux,
     same,
+    script,
     summary,
     wait_for,
 )
@@ -546,22 +544,6 @@ def test_quiet_waits_for_nobody_for_ever(states: list[str], seconds: int, monkey
 # ----------------------------------------------------------------------------------------- signals and deaths
 
 
-@contextlib.contextmanager
-def script(trainer: ModuleType, *flags: Any) -> Iterator[subprocess.Popen]:
-    """`python a3c.py` with these flags in a session of its own; nothing of it is left afterwards."""
-    argv = [sys.executable, str(ROOT / f"{trainer.__name__}.py"), *map(str, flags)]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        yield process
-    finally:
-        rest = descendants(process.pid)
-        process.kill()
-        for pid in rest:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.communicate(timeout=20)
-
-
 def endless(run_dir: Path, n_processes: int) -> list[Any]:
     flags = [*ENV, "--n-processes", n_processes, "--total-steps", ENDLESS, "--checkpoint-interval", "200"]
     return [*flags, "--run-dir", run_dir]
@@ -579,7 +561,7 @@ def saved_step(run_dir: Path) -> int:
 def test_killed_actor_learners_are_replaced(tmp_path: Path) -> None:
     """One, then all but one at once. SIGTERM to the parent ends it all."""
     run_dir = tmp_path / "r"
-    with script(a3c, *endless(run_dir, 3)) as process:
+    with script(*endless(run_dir, 3), name="a3c") as process:
         assert wait_for(lambda: saved_step(run_dir) > 0, 60)
         seen = set()
         for n in (1, 2):
@@ -610,7 +592,7 @@ def test_interrupt_saves_and_ends_the_run(tmp_path: Path) -> None:
     run_dir, stamp = tmp_path / "r", tmp_path / "stamp"
     kwargs = json.dumps({"fault": "none", "after": 100, "stamp": str(stamp)})
     flags = ["--env-kwargs", kwargs, "--checkpoint-interval", 10**8]
-    with script(a3c, *endless(run_dir, 1), *flags) as process:
+    with script(*endless(run_dir, 1), *flags, name="a3c") as process:
         assert wait_for(stamp.exists, 60)
         rest = descendants(process.pid)
         os.killpg(process.pid, signal.SIGINT)
@@ -643,7 +625,7 @@ def test_sigkill_of_the_parent_ends_the_actor_learners(tmp_path: Path) -> None:
     """Those in the middle of a step as well."""
     kwargs = {"fault": "hang", "after": 30, "stamp": str(tmp_path / "stamp")}
     flags = ["--env-id", "tests.paac_envs:Faulty-v0", "--env-kwargs", json.dumps(kwargs), "--n-processes", "2"]
-    with script(a3c, *flags, "--total-steps", ENDLESS, "--run-dir", tmp_path / "r") as process:
+    with script(*flags, "--total-steps", ENDLESS, "--run-dir", tmp_path / "r", name="a3c") as process:
         assert wait_for((tmp_path / "stamp").exists, 60)
         team = descendants(process.pid)
         assert len(alive(team)) >= 2
@@ -662,7 +644,7 @@ def faulty(fault: str, after: int, *flags: Any) -> list[Any]:
 @on_linux
 def test_environment_that_always_raises_ends_the_script(tmp_path: Path) -> None:
     flags = faulty("raise", 10, "--total-steps", ENDLESS, "--run-dir", tmp_path / "r")
-    with script(a3c, *flags) as process:
+    with script(*flags, name="a3c") as process:
         assert wait_for(lambda: actor_learners(process), 60)
         stdout, stderr = process.communicate(timeout=120)
         assert process.returncode == 1
@@ -716,7 +698,7 @@ def test_loss_that_is_not_finite_ends_the_script(tmp_path: Path) -> None:
     """One of two processes says so; the other is ended, and what it does meanwhile is not saved."""
     run_dir = tmp_path / "r"
     flags = faulty("huge reward", 3000, "--total-steps", ENDLESS, "--checkpoint-interval", "1", "--n-processes", "2")
-    with script(a3c, *flags, "--run-dir", run_dir) as process:
+    with script(*flags, "--run-dir", run_dir, name="a3c") as process:
         assert wait_for(lambda: actor_learners(process), 60)
         rest = descendants(process.pid)
         _, stderr = process.communicate(timeout=60)
@@ -859,7 +841,7 @@ def test_refused_by_one(trainer: ModuleType, flags: list[str], refused: Callable
 
 def test_refused_script(tmp_path: Path) -> None:
     """The status and the line as a shell sees them."""
-    with script(sarsa, "--env-id", "Pendulum-v1", "--run-dir", tmp_path / "r") as process:
+    with script("--env-id", "Pendulum-v1", "--run-dir", tmp_path / "r", name="sarsa") as process:
         stdout, stderr = process.communicate(timeout=60)
         assert (process.returncode, stdout, len(stderr.splitlines())) == (2, "", 1)
         assert "--env-id Pendulum-v1" in stderr and "Box(-2.0, 2.0, (1,), float32)" in stderr

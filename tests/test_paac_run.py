@@ -126,9 +126,9 @@ def wait_for(condition: Callable[[], Any], seconds: float) -> bool:
 
 
 @contextlib.contextmanager
-def script(*flags: Any) -> Iterator[subprocess.Popen]:
+def script(*flags: Any, name: str = "paac") -> Iterator[subprocess.Popen]:
     """`python paac.py` with these flags in a session of its own; nothing of it is left afterwards."""
-    argv = [sys.executable, str(ROOT / "paac.py"), *map(str, flags)]
+    argv = [sys.executable, str(ROOT / f"{name}.py"), *map(str, flags)]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         yield process
@@ -177,6 +177,11 @@ def test_run_directory_and_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [(event.step, event.value) for event in lengths] == [(step, 1) for step in (40, 80, 120, 160, 200)]
     rates = [event.value for event in accumulator.Scalars("charts/learning_rate")]
     assert rates == pytest.approx([0.0028 * (1 - step / 200) for step in (40, 80, 120, 160, 200)], abs=1e-8)
+
+
+def test_what_is_logged_of_a_tensor_is_its_mean() -> None:
+    assert common.run.to_float(torch.tensor([1.0, 2.0, 6.0], requires_grad=True)) == 3.0
+    assert common.run.to_float(torch.tensor(2.5)) == common.run.to_float(2.5) == 2.5
 
 
 def test_returns_are_raw_scores(tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from ale_py.vector_env import AtariVectorEnv
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from common.vec_env import VecEnv, WorkerError, make_vec_env
+from common.vec_env import VecEnv, WorkerError, enter_worker, find_spec, make_env, make_vec_env, start_worker
 from tests import envs as test_envs
 from tests.envs import CountingEnv, FailingEnv, NotFiniteEnv, RandomEnv, SlowEnv
 
@@ -513,6 +514,26 @@ def test_other_arrays_become_float32_vectors(env_id: str, size: int) -> None:
     assert obs.dtype == envs.single_observation_space.dtype == np.float32
     assert obs.any()
     envs.close()
+
+
+def count_threads(connection: Any) -> None:
+    torch.set_num_threads(2)
+    enter_worker()
+    connection.send(torch.get_num_threads())
+
+
+def test_a_worker_has_one_thread_of_torch() -> None:
+    worker, connection = start_worker(count_threads, (), "counter")
+    assert connection.poll(60) and connection.recv() == 1
+    worker.join()
+
+
+def test_a_refused_environment_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    monkeypatch.setattr(test_envs.SpaceEnv, "close", lambda self: closed.append(self))
+    with pytest.raises(ValueError, match="TwoBoxDict"):
+        make_env(find_spec("tests.envs:TwoBoxDict-v0"))
+    assert len(closed) == 1
 
 
 @pytest.mark.parametrize("env_id", ["TwoBoxDict-v0", "TwoTuple-v0", "VectorTupleAction-v0", "Blackjack-v1"])
