@@ -10,7 +10,7 @@ or to the end of the episode, and then applies its gradient to θ without a lock
 
     python a3c.py                                                   # Pong from pixels
     python a3c.py --lstm                                            # with 256 LSTM cells
-    python a3c.py --env-id CartPole-v1 --total-steps 400_000        # two minutes
+    python a3c.py --env-id CartPole-v1 --total-steps 400_000        # a minute
     python a3c.py --env-id Pendulum-v1                              # continuous actions
     python a3c.py --resume runs/...                                 # go on after an interruption
     python a3c.py --evaluate runs/... --record                      # 30 episodes and a GIF
@@ -73,6 +73,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Vectors, ours: rewards of any size, and tasks that are learned in minutes.
     "vector": {"total_steps": 1_000_000, "learning_rate": 7e-3, "clip_rewards": False, "reward_scale": 0.1},
 }
+# With --lstm: gradients through 20 steps, as the author used on Atari.
+PRESETS["recurrent"] = PRESETS["vector"] | {"t_max": 20, "learning_rate": 4e-3}
 # Box actions: β is that of sec. 9, the rest ours.
 PRESETS["continuous"] = PRESETS["vector"] | {"entropy_coef": 1e-4}
 
@@ -83,8 +85,9 @@ class Args:
     """any Gymnasium id, `module:Id` included"""
     env_kwargs: str = "{}"
     """JSON: keyword arguments for the environment"""
-    preset: Literal["auto", "atari", "vector", "continuous"] = "auto"
-    """constants of the algorithm, see PRESETS; auto: continuous for Box actions, else atari for images or vector"""
+    preset: Literal["auto", "atari", "vector", "recurrent", "continuous"] = "auto"
+    """constants of the algorithm, see PRESETS; auto: continuous for Box actions, atari for images, recurrent for the
+    rest with --lstm, else vector"""
     total_steps: int = 80_000_000
     """T_max: agent steps of all processes together; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
@@ -451,7 +454,8 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     if checkpoint is None:
         preset = args.preset
         if preset == "auto":
-            preset = "continuous" if continuous else "atari" if images else "vector"
+            other = "recurrent" if args.lstm else "vector"
+            preset = "continuous" if continuous else "atari" if images else other
         args = read_flags(argv, Args(**PRESETS[preset]), __doc__)
         args.preset = preset
     if args.arch == "auto":

@@ -149,13 +149,14 @@ def mlp(n_inputs: int, n_outputs: int) -> nn.Sequential:
 
 
 class RunningNorm(nn.Module):
-    """(x - mean) / std over every vector seen so far, clipped to ±10: for vectors what /255 is for images.
+    """(x - mean) / √(var + eps) over every vector seen so far, clipped to ±clip: for vectors what /255 is for images.
 
     The statistics change only in `update` and belong to the state that checkpoints save.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, eps: float, clip: float) -> None:
         super().__init__()
+        self.eps, self.clip = eps, clip
         self.register_buffer("mean", torch.zeros(size))
         self.register_buffer("var", torch.ones(size))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
@@ -170,7 +171,7 @@ class RunningNorm(nn.Module):
         self.count.copy_(total)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ((x - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10)
+        return ((x - self.mean) / (self.var + self.eps).sqrt()).clamp(-self.clip, self.clip)
 
 
 class ActorCritic(nn.Module):
@@ -191,7 +192,8 @@ class ActorCritic(nn.Module):
             layers += [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(inplace=True)]
         if arch == "mlp":
             n_inputs = observation_space.shape[0]
-            self.trunk, self.policy, self.value = RunningNorm(n_inputs), mlp(n_inputs, n_outputs), mlp(n_inputs, 1)
+            self.trunk = RunningNorm(n_inputs, eps=1e-8, clip=10.0)
+            self.policy, self.value = mlp(n_inputs, n_outputs), mlp(n_inputs, 1)
         else:
             self.trunk = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # 1.6 times faster on CPU
             self.policy = nn.Linear(layers[-2].out_features, n_outputs)

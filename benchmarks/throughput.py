@@ -1,12 +1,14 @@
-"""Steps per second of PAAC against the ceiling that ALE's vector environment alone sets, in one run.
+"""Steps per second of PAAC or batch PPO against the ceiling that the vector environment alone sets, in one run.
 
-    python benchmarks/throughput.py                                # Pong, nips and nature, 32 environments
+    python benchmarks/throughput.py                                # PAAC on Pong, nips and nature, 32 environments
     python benchmarks/throughput.py --n-envs 32 64 128 256 --device cuda
     python benchmarks/throughput.py --sb3                          # stable-baselines3's A2C beside it, if installed
+    python benchmarks/throughput.py --trainer ppo_batch --sb3      # Pong, 8 environments, beside its PPO
+    python benchmarks/throughput.py --trainer ppo_batch --env-id HalfCheetah-v5 --sb3
 
-The contenders take turns, `rounds` times `seconds` each; the table shows medians. The split is PAAC's wall time
-by what it went into, as Figure 2 of the paper: environment steps, acting (forward passes), learning (the rest:
-sampling, returns, loss, backward pass, optimiser step), copying observations to the device.
+The contenders take turns, `rounds` times `seconds` each; the table shows medians. The split is the trainer's wall
+time by what it went into, as Figure 2 of the PAAC paper: environment steps, acting (forward passes), learning,
+copying observations to the device. PAAC's forward passes serve both acting and learning and count as acting.
 """
 
 from __future__ import annotations
@@ -25,25 +27,31 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from types import ModuleType
 from typing import Any, Literal
 
+import gymnasium as gym
 import numpy as np
 import torch
 import tyro
 
 import paac
+import ppo_batch
+from common.atari import is_atari
 from common.run import n_cores
 from common.vec_env import make_vec_env
 
 
 @dataclass
 class Args:
+    trainer: Literal["paac", "ppo_batch"] = "paac"
+    """what to measure"""
     env_id: str = "PongNoFrameskip-v4"
     """environment"""
-    n_envs: tuple[int, ...] = (32,)
-    """numbers of environments to measure"""
-    archs: tuple[str, ...] = ("nips", "nature")
-    """networks to measure"""
+    n_envs: tuple[int, ...] = ()
+    """numbers of environments to measure; none: 32 for paac, 8 for ppo_batch"""
+    archs: tuple[str, ...] = ()
+    """networks to measure; none: nips and nature for paac, the default one for ppo_batch"""
     device: Literal["cpu", "cuda"] = "cpu"
     """where the network is"""
     seconds: float = 20.0
@@ -51,9 +59,9 @@ class Args:
     rounds: int = 3
     """rounds"""
     sb3: bool = False
-    """also run stable-baselines3's A2C: its CnnPolicy on the same vector environment, in a process of its own"""
+    """also run stable-baselines3's A2C or PPO, with the same constants, in a process of its own"""
     sb3_worker: bool = False
-    """print the steps/s of stable-baselines3's A2C and nothing else: what --sb3 starts"""
+    """print the steps/s of stable-baselines3 and nothing else: what --sb3 starts"""
 
 
 def environment_rate(args: Args, n_envs: int) -> float:
@@ -61,9 +69,9 @@ def environment_rate(args: Args, n_envs: int) -> float:
     cores = n_cores()
     envs = make_vec_env(args.env_id, n_envs, min(8, cores, n_envs) if args.device == "cpu" else cores)
     envs.reset(seed=0)
-    random, steps, start = np.random.default_rng(0), 0, time.perf_counter()
+    actions, steps, start = envs.action_space, 0, time.perf_counter()
     while time.perf_counter() - start < args.seconds:
-        envs.step(random.integers(envs.single_action_space.n, size=n_envs))
+        envs.step(actions.sample())
         steps += n_envs
     rate = steps / (time.perf_counter() - start)
     envs.close()
@@ -88,17 +96,19 @@ class Timer:
         return timed
 
 
-def paac_rate(args: Args, n_envs: int, arch: str, split: bool) -> tuple[float, dict[str, float]]:
-    """Steps/s of `paac.train` after its first 20 updates, and with `split` the share of each part."""
+def trainer_rate(args: Args, n_envs: int, arch: str, split: bool) -> tuple[float, dict[str, float]]:
+    """Steps/s of the trainer's `train` after its first updates, and with `split` the share of each part."""
+    trainer: ModuleType = {"paac": paac, "ppo_batch": ppo_batch}[args.trainer]
+    warm_up = 20 if trainer is paac else 2  # updates
     timer, marks = Timer(), []
 
-    class TimedRun(paac.Run):
+    class TimedRun(trainer.Run):
         def count_update(self, step: int, scalars: dict[str, Any]) -> None:
             super().count_update(step, scalars)
             marks.append((time.perf_counter(), step))
-            if len(marks) == 20:
+            if len(marks) == warm_up:
                 timer.seconds.clear()
-            if len(marks) > 20 and marks[-1][0] - marks[19][0] > args.seconds:
+            if len(marks) > warm_up and marks[-1][0] - marks[warm_up - 1][0] > args.seconds:
                 self.signal = 1  # stop
 
         def _finish(self) -> None:
@@ -109,35 +119,40 @@ def paac_rate(args: Args, n_envs: int, arch: str, split: bool) -> tuple[float, d
         envs.step = timer.wrap("environment", envs.step)
         return envs
 
-    names = ("Run", "make_vec_env", "to_device", "ActorCritic")
-    originals = {name: getattr(paac, name) for name in names}
-    paac.Run = TimedRun
+    changes = {"Run": TimedRun}
     if split:
-        paac.make_vec_env = timed_vec_env
-        paac.to_device = timer.wrap("copying", paac.to_device)
+        changes |= {"make_vec_env": timed_vec_env, "to_device": timer.wrap("copying", trainer.to_device)}
+        if trainer is paac:
 
-        class TimedActorCritic(originals["ActorCritic"]):
-            forward = timer.wrap("acting", originals["ActorCritic"].forward)
+            class TimedActorCritic(paac.ActorCritic):
+                forward = timer.wrap("acting", paac.ActorCritic.forward)
 
-        paac.ActorCritic = TimedActorCritic
+            changes["ActorCritic"] = TimedActorCritic
+        else:
+            changes["update"] = timer.wrap("learning", trainer.update)
+    originals = {name: getattr(trainer, name) for name in changes}
     try:
+        for name, changed in changes.items():
+            setattr(trainer, name, changed)
         with tempfile.TemporaryDirectory() as folder:
             flags = ["--env-id", args.env_id, "--run-dir", f"{folder}/run", "--n-envs", str(n_envs), "--arch", arch]
-            parsed, _ = paac.parse([*flags, "--device", args.device, "--eval-episodes", "0"])
-            paac.train(parsed)
+            parsed, _ = trainer.parse([*flags, "--device", args.device, "--eval-episodes", "0"])
+            trainer.train(parsed)
     finally:
         for name, original in originals.items():
-            setattr(paac, name, original)
-    wall = marks[-1][0] - marks[19][0]
+            setattr(trainer, name, original)
+    first, last = marks[warm_up - 1], marks[-1]
+    wall = last[0] - first[0]
     shares = {name: seconds / wall for name, seconds in timer.seconds.items()}
-    shares["learning"] = 1 - sum(shares.values())
-    return (marks[-1][1] - marks[19][1]) / wall, shares
+    shares["learning" if trainer is paac else "acting"] = 1 - sum(shares.values())
+    return (last[1] - first[1]) / wall, shares
 
 
 def sb3_rate(args: Args, n_envs: int) -> float:
-    """Steps/s of stable-baselines3's A2C (its CnnPolicy, 5 steps a rollout) on the same ALE vector environment."""
-    from stable_baselines3 import A2C
+    """Steps/s of stable-baselines3's A2C or PPO: Atari on the same ALE vector environment, the rest on its own."""
+    from stable_baselines3 import A2C, PPO
     from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env as sb3_vec_env
     from stable_baselines3.common.vec_env import VecEnv as SB3VecEnv
 
     class Adapter(SB3VecEnv):
@@ -169,23 +184,31 @@ def sb3_rate(args: Args, n_envs: int) -> float:
         def env_is_wrapped(self, wrapper_class: type, indices: Any = None) -> list[bool]:
             return [False] * n_envs
 
-    marks = []
+    marks, warm_up = [], 5 if args.trainer == "paac" else 2  # rollouts
 
     class Clock(BaseCallback):
         def _on_rollout_start(self) -> None:
             marks.append((time.perf_counter(), self.num_timesteps))
 
         def _on_step(self) -> bool:
-            return len(marks) < 6 or time.perf_counter() - marks[5][0] < args.seconds
+            return len(marks) <= warm_up or marks[-1][0] - marks[warm_up][0] < args.seconds
 
-    model = A2C("CnnPolicy", Adapter(), n_steps=5, device=args.device)
+    atari = is_atari(gym.spec(args.env_id))
+    policy, envs = ("CnnPolicy", Adapter()) if atari else ("MlpPolicy", sb3_vec_env(args.env_id, n_envs))
+    if args.trainer == "paac":
+        model = A2C(policy, envs, n_steps=5, device=args.device)
+    else:
+        preset = ppo_batch.Args(**ppo_batch.PRESETS["atari" if atari else "vector"])
+        constants = {"batch_size": preset.minibatch_size, "n_epochs": preset.update_epochs}
+        model = PPO(policy, envs, n_steps=preset.update_interval // n_envs, device=args.device, **constants)
     model.learn(10**9, callback=Clock())
-    return (marks[-1][1] - marks[5][1]) / (marks[-1][0] - marks[5][0])
+    return (marks[-1][1] - marks[warm_up][1]) / (marks[-1][0] - marks[warm_up][0])
 
 
 def sb3_process_rate(args: Args, n_envs: int) -> float:
     """`sb3_rate` as its users run it: without the OMP_WAIT_POLICY that this script and paac.py set for themselves."""
-    flags = ["--env-id", args.env_id, "--n-envs", str(n_envs), "--device", args.device, "--seconds", str(args.seconds)]
+    flags = ["--trainer", args.trainer, "--env-id", args.env_id, "--n-envs", str(n_envs)]
+    flags += ["--device", args.device, "--seconds", str(args.seconds)]
     environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
     command = [sys.executable, os.path.abspath(__file__), "--sb3-worker", *flags]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
@@ -197,6 +220,8 @@ def main() -> None:
     if args.sb3_worker:
         print(sb3_rate(args, args.n_envs[0]))
         return
+    args.n_envs = args.n_envs or ((32,) if args.trainer == "paac" else (8,))
+    args.archs = args.archs or (("nips", "nature") if args.trainer == "paac" else ("auto",))
     threads = torch.get_num_threads()
     gpu = f", {torch.cuda.get_device_name()}" if args.device == "cuda" else ""
     print(
@@ -207,20 +232,20 @@ def main() -> None:
         for _ in range(args.rounds):
             rates["environment alone"].append(environment_rate(args, n_envs))
             for arch in args.archs:
-                rates[f"paac {arch}"].append(paac_rate(args, n_envs, arch, split=False)[0])
+                rates[f"{args.trainer} {arch}"].append(trainer_rate(args, n_envs, arch, split=False)[0])
             if args.sb3:
-                rates["stable-baselines3 A2C"].append(sb3_process_rate(args, n_envs))
+                rates["stable-baselines3"].append(sb3_process_rate(args, n_envs))
         ceiling = median(rates["environment alone"])
         for name, values in rates.items():
             rate = median(values)
             line = f"n_e = {n_envs:4}  {name:22} {rate:9,.0f} steps/s  {rate / ceiling:5.2f} of the environment alone"
             if args.sb3:
-                line += f"  {rate / median(rates['stable-baselines3 A2C']):5.2f} of stable-baselines3"
+                line += f"  {rate / median(rates['stable-baselines3']):5.2f} of stable-baselines3"
             print(line, flush=True)
         for arch in args.archs:
-            shares = paac_rate(args, n_envs, arch, split=True)[1]
+            shares = trainer_rate(args, n_envs, arch, split=True)[1]
             text = ", ".join(f"{name} {share:.0%}" for name, share in sorted(shares.items()))
-            print(f"n_e = {n_envs:4}  paac {arch:17} {text}", flush=True)
+            print(f"n_e = {n_envs:4}  {args.trainer} {arch:12} {text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ from tqdm import tqdm
 from common.atari import is_atari
 from common.vec_env import WorkerError, find_spec, make_env, make_vec_env
 
-LOG_INTERVAL = 100  # updates between two points in TensorBoard
 PRINT_INTERVAL = 30  # seconds between two lines where there is no terminal for a progress bar
 MAX_EPISODE_STEPS = 27_000  # where an evaluated episode is cut if nothing else ends it: half an hour of Atari
 MAX_FRAMES = 3000  # of a GIF
@@ -238,6 +237,7 @@ class Run:
         new_policy: makes the policy that is evaluated when training is complete.
         checkpoint: where to go on; None starts afresh.
         quiet: makes a context in which nobody changes the parts, and that gives the step they are at, or None.
+        log_interval: updates between two points in TensorBoard.
     """
 
     COUNTS = ("step", "updates", "episodes", "wall_seconds")
@@ -250,11 +250,12 @@ class Run:
         new_policy: Callable[[], Policy],
         checkpoint: dict | None,
         quiet: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        log_interval: int = 100,
     ) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second, which no worker process needs to spend
 
         self.script, self.args, self.dir = script, args, Path(args.run_dir)
-        self.parts, self.new_policy, self.quiet = parts, new_policy, quiet
+        self.parts, self.new_policy, self.quiet, self.log_interval = parts, new_policy, quiet, log_interval
         self.step = self.updates = self.episodes = self.signal = 0
         self.wall_seconds, self.returns = 0.0, deque(maxlen=100)  # of the last 100 episodes
         self.finished: list[tuple[float, float]] = []  # (return, length) of episodes since the last point
@@ -306,7 +307,7 @@ class Run:
         """Take note of an update; now and then log the scalars, show the progress and write a checkpoint."""
         self._advance(step)
         self.updates += 1
-        if self.updates % LOG_INTERVAL == 0 or step >= self.args.total_steps:
+        if self.updates % self.log_interval == 0 or step >= self.args.total_steps:
             self._log(scalars)
         if step - self.saved_step >= self.args.checkpoint_interval:
             self.save()
@@ -323,6 +324,7 @@ class Run:
         if self.finished:
             scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(self.finished, axis=0)
             self.finished.clear()
+            scalars["charts/return_last_100"] = np.mean(self.returns)
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, to_float(value), self.step)
         mean = f"return {np.mean(self.returns):.2f}" if self.returns else "no episode yet"

@@ -48,6 +48,39 @@ class Plain(Bandit):
         super().__init__()
 
 
+class Steady(gym.Env):
+    """Earns 1 at every step, always looks the same and never ends by itself: V = 1 / (1 - γ), whatever is done."""
+
+    observation_space = spaces.Box(-2, 2, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.obs = np.array([0.5, -1], np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        return self.obs, {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        return self.obs, 1.0, False, False, {}
+
+
+class Echo(gym.Env):
+    """Episodes of two steps; what is seen and earned depends on the actions of the episode alone, not on any seed."""
+
+    observation_space = spaces.Box(-10, 10, (2,), np.float32)
+
+    def __init__(self, continuous: bool = False, render_mode: str | None = None) -> None:
+        self.action_space = spaces.Box(-2, 2, (2,), np.float32) if continuous else spaces.Discrete(4)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        self.heard = 0.0
+        return np.array([-1, 0.5], np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        first, self.heard = self.heard == 0, self.heard + 1 + float(np.sum(action) % 3)
+        return np.array([1, self.heard], np.float32), float(np.cos(self.heard)), not first, False, {}
+
+
 class Walk(gym.Env):
     """Deterministic, with ends where the test wants them, and a record of everything in WALKS.
 
@@ -184,5 +217,5 @@ class CartPolePositions(gym.ObservationWrapper):
         return observation[[0, 2]]
 
 
-for env in (Bandit, Plain, Walk, Faulty, TwoKeys, PixelCue, VectorCue, CartPolePositions):
+for env in (Bandit, Plain, Steady, Echo, Walk, Faulty, TwoKeys, PixelCue, VectorCue, CartPolePositions):
     gym.register(f"{env.__name__}-v0", f"{__name__}:{env.__name__}")

@@ -745,7 +745,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         capfd.readouterr()
         with monkeypatch.context() as patch:
             for name in ("train", "evaluate_run", "Run", "Team"):
-                patch.setattr(trainer, name, started)
+                patch.setattr(trainer, name, started, raising=name != "Team")  # ppo_batch starts no team
             patch.setattr(common.run, "make_vec_env", started)
             code = run(trainer, *flags)
         stdout, stderr = capfd.readouterr()

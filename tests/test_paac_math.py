@@ -362,7 +362,7 @@ def test_vector_network_has_its_shapes() -> None:
 def test_running_norm_against_numpy(seed: int) -> None:
     rng = np.random.default_rng(seed)
     data = (rng.normal(size=(400, 3)) * [0.1, 1, 30] + [5, 0, -100]).astype(np.float32)
-    norm, shuffled = paac.RunningNorm(3), rng.permutation(data)
+    norm, shuffled = paac.RunningNorm(3, eps=1e-8, clip=10.0), rng.permutation(data)
     cuts = np.sort(rng.integers(1, 400, size=9))
     for part in np.split(shuffled, np.unique(cuts)):
         norm.update(torch.from_numpy(part))
@@ -374,23 +374,25 @@ def test_running_norm_against_numpy(seed: int) -> None:
 
 
 def test_running_norm_takes_a_rollout_at_once() -> None:
-    a, b, x = paac.RunningNorm(3), paac.RunningNorm(3), torch.randn(5, 4, 3)
+    a, b = (paac.RunningNorm(3, eps=1e-8, clip=10.0) for _ in range(2))
+    x = torch.randn(5, 4, 3)
     a.update(x)
     b.update(x.reshape(20, 3))
     assert all(torch.equal(p, q) for p, q in zip(a.buffers(), b.buffers(), strict=True))
 
 
 def test_running_norm_clips_and_starts_as_identity() -> None:
-    norm = paac.RunningNorm(2)
-    torch.testing.assert_close(norm(torch.tensor([[0.5, -3.0]])), torch.tensor([[0.5, -3.0]]))
-    assert norm(torch.tensor([[1e6, -1e6]])).tolist() == [[10, -10]]
-    norm.update(torch.full((7, 2), 3.0))  # a constant has no variance
-    assert norm(torch.tensor([[3.0, 3.0]])).tolist() == [[0, 0]]
+    norm = actor_critic("mlp").trunk
+    torch.testing.assert_close(norm(torch.tensor([[0.5, -3.0, 9.0]])), torch.tensor([[0.5, -3.0, 9.0]]))
+    assert norm(torch.tensor([[1e6, -1e6, 11.0]])).tolist() == [[10, -10, 10]]
+    norm.update(torch.full((7, 3), 3.0))  # a constant has no variance
+    assert norm(torch.tensor([[3.0, 3.0, 3.0]])).tolist() == [[0, 0, 0]]
+    assert norm(torch.tensor([[3.0005, 3.0, 2.9995]]))[0].tolist() == pytest.approx([5, 0, -5], rel=1e-3)  # / 1e-4
 
 
 def test_running_norm_keeps_its_accuracy() -> None:
     """After 10,000 rollouts of 80 vectors a mean far from zero and a small variance still come out right."""
-    rng, norm = np.random.default_rng(0), paac.RunningNorm(1)
+    rng, norm = np.random.default_rng(0), paac.RunningNorm(1, eps=1e-8, clip=10.0)
     data = (rng.normal(size=(10_000, 80, 1)) * 0.1 + 7).astype(np.float32)
     for part in torch.from_numpy(data):
         norm.update(part)
@@ -576,7 +578,8 @@ def test_train_is_algorithm_1(case: str, tmp_path: Path, monkeypatch: pytest.Mon
 # ----------------------------------------------------------------------------------------------------- import
 
 
-def test_importing_has_no_side_effect(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["paac", "ppo_batch"])
+def test_importing_has_no_side_effect(name: str, tmp_path: Path) -> None:
     code = """
 import os, random, signal, sys, threading
 import ale_py, gymnasium, numpy, torch, tyro, PIL.Image, tqdm, multiprocessing
@@ -588,12 +591,13 @@ def state():
             torch.get_rng_state().tolist(), torch.get_default_dtype(), str(numpy.random.get_state())]
 
 before = state()
-import paac
+import TRAINER as trainer
 assert state() == before
 assert "OMP_WAIT_POLICY" not in os.environ
 assert not [name for name in sys.modules if "tensorboard" in name]
-assert callable(paac.n_step_returns) and not multiprocessing.active_children()
+assert callable(trainer.ActorCritic) and not multiprocessing.active_children()
 """
+    code = code.replace("TRAINER", name)
     env = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, timeout=120)
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")

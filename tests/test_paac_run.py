@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -145,7 +146,7 @@ def script(*flags: Any, name: str = "paac") -> Iterator[subprocess.Popen]:
 
 
 def test_run_directory_and_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common.run, "LOG_INTERVAL", 2)
+    monkeypatch.setattr(paac, "Run", functools.partial(paac.Run, log_interval=2))
     flags = ["--n-workers", "0", *SMALL, "--total-steps", "200", "--eval-episodes", "3", "--seed", "9"]
     assert run("--env-id", "tests.paac_envs:Bandit-v0", *flags) == 0
     (run_dir,) = (tmp_path / "runs").iterdir()
@@ -171,6 +172,7 @@ def test_run_directory_and_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     accumulator = EventAccumulator(str(run_dir))
     accumulator.Reload()
     charts = {"charts/episodic_return", "charts/episodic_length", "charts/SPS", "charts/learning_rate"}
+    charts.add("charts/return_last_100")
     losses = {"losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/grad_norm"}
     assert charts | losses | {"eval/return_mean"} <= set(accumulator.Tags()["scalars"])
     lengths = accumulator.Scalars("charts/episodic_length")

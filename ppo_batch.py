@@ -1,0 +1,509 @@
+"""Batch PPO: proximal policy optimisation over N simulators (Schulman et al. 2017; ChainerRL's batch PPO, 2018).
+
+N simulators step together and never wait for each other's episodes: one that ends starts the next at once. After T
+steps of all of them, K epochs over the N·T transitions, in minibatches of M < N·T:
+
+    δ_t = r_t + γ V(s_{t+1}) - V(s_t),    A_t = δ_t + γλ A_{t+1}        (V(s_{t+1}) = 0 and no A_{t+1} after an end)
+    ρ = π(a|s; θ) / π(a|s; θ_old),    A ← (A - mean A) / std A over all N·T
+    L = -mean min(ρ A, clip(ρ, 1 ± ε) A) + mean (A_old + V_old - V(s; θ))² - β mean H(π(s; θ)),    θ by Adam
+
+    python ppo_batch.py                                             # Pong from pixels
+    python ppo_batch.py --env-id CartPole-v1 --total-steps 200_000  # a minute
+    python ppo_batch.py --env-id HalfCheetah-v5 --total-steps 2_000_000
+    python ppo_batch.py --resume runs/...                           # go on after an interruption
+    python ppo_batch.py --evaluate runs/... --record                # 30 episodes and a GIF
+
+It follows the code of ChainerRL and of PFRL, its successor in PyTorch. Where that and the papers differ, this file
+reads:
+- an episode's end cuts the return (the code); the blog of 2018 keeps the value of the last step;
+- the whole batch's advantages are standardised once, the value loss is a plain mean square with weight 1;
+- a minibatch may hold the end of one epoch and the start of the next, where M does not divide N·T;
+- on vectors, the statistics that normalise observations change after the rollout and before its epochs, so that
+  even the first ratio is not exactly 1;
+- the presets are PFRL's; Table 5 of Schulman et al. is `--update-epochs 3 --anneal-clip` on top of `atari`.
+
+Departures: a time limit does not cut the return, it bootstraps from V of the final observation (PFRL's MuJoCo example
+cuts there: `--no-bootstrap-limits`); losing a life does not end an episode; 0 to 30 no-ops; a Gaussian's [-1, 1] is
+stretched to the bounds of the actions, which for MuJoCo's tasks are [-1, 1] mostly, and clipped there, as simulators
+do themselves. On CUDA PyTorch computes convolutions in TF32 unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+
+if __name__ == "__main__":  # OpenMP's threads would go on spinning between forward passes, on the environments' cores
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import contextlib
+import functools
+import json
+import math
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from torch import Tensor, nn
+
+from common.run import (
+    Policy,
+    Run,
+    UsageError,
+    check_env,
+    check_range,
+    env_seed,
+    evaluate_run,
+    keep_freed_memory,
+    load_part,
+    make_run_dir,
+    n_cores,
+    pick_device,
+    read_flags,
+    read_run,
+)
+from common.vec_env import WorkerError, make_vec_env
+
+SCRIPT = "ppo_batch"
+
+# Which constants hold for which kind of task: what differs from Args, which has those of PFRL's train_ppo_ale.
+PRESETS: dict[str, dict[str, Any]] = {
+    "atari": {},
+    # Vectors: PFRL's reproduction of PPO on MuJoCo, but for n_envs, where it has 1.
+    "vector": {
+        "total_steps": 2_000_000,
+        "update_interval": 2048,
+        "minibatch_size": 64,
+        "update_epochs": 10,
+        "learning_rate": 3e-4,
+        "anneal_lr": False,
+        "clip_coef": 0.2,
+        "gamma": 0.995,
+        "gae_lambda": 0.97,
+        "entropy_coef": 0.0,
+        "max_grad_norm": None,
+        "clip_rewards": False,
+    },
+}
+
+
+@dataclass
+class Args:
+    env_id: str = "PongNoFrameskip-v4"
+    """any Gymnasium id, `module:Id` included"""
+    env_kwargs: str = "{}"
+    """JSON: keyword arguments for the environment"""
+    preset: Literal["auto", "atari", "vector"] = "auto"
+    """constants of the algorithm, see PRESETS; auto: atari for images, else vector"""
+    total_steps: int = 10_000_000
+    """agent steps of all simulators together; 1 step = 1 action = 4 frames on Atari"""
+    seed: int = 1
+    """of environments, initial parameters, action sampling and minibatches"""
+    run_dir: str | None = None
+    """must not exist yet; None: runs/<env-id>__<script>__<seed>__<time>"""
+    checkpoint_interval: int = 250_000
+    """agent steps between checkpoints"""
+    resume: str | None = None
+    """run directory to go on from, with new episodes; flags given beside it override the run's own"""
+    evaluate: str | None = None
+    """run directory to evaluate; trains nothing"""
+    eval_episodes: int = 30
+    """episodes to evaluate when training ends, all in parallel; 0: none"""
+    record: bool = False
+    """write agent.gif of one more episode into the run directory"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where the network is; auto: CUDA where there is any"""
+
+    n_envs: int = 8
+    """N: simulators"""
+    n_workers: int | None = None
+    """threads (Atari) or processes (the rest; 0: none) that step them; None: 8, or fewer cores or simulators"""
+    arch: Literal["auto", "nature", "mlp"] = "auto"
+    """network; auto: nature for images, mlp for vectors"""
+    update_interval: int = 1024
+    """N·T: transitions of an update, where --t-max does not say"""
+    t_max: int | None = None
+    """T: steps of each simulator between two updates; None: update_interval / n_envs, rounded up"""
+    minibatch_size: int = 256
+    """M: transitions of a gradient step, at most N·T"""
+    update_epochs: int = 4
+    """K: passes over the N·T transitions"""
+    learning_rate: float = 2.5e-4
+    """Adam's α, at the start"""
+    anneal_lr: bool = True
+    """α falls to zero over total_steps"""
+    adam_eps: float = 1e-5
+    """Adam's ε"""
+    clip_coef: float = 0.1
+    """ε of the surrogate, at the start"""
+    anneal_clip: bool = False
+    """ε of the surrogate falls to zero over total_steps"""
+    gamma: float = 0.99
+    """γ, discount per step"""
+    gae_lambda: float = 0.95
+    """λ of the advantages"""
+    standardize_advantages: bool = True
+    """to mean 0 and standard deviation 1 over the N·T transitions"""
+    entropy_coef: float = 0.01
+    """β, weight of the entropy"""
+    value_coef: float = 1.0
+    """weight of the squared value error"""
+    max_grad_norm: float | None = 0.5
+    """threshold of the global gradient norm; None: no clipping"""
+    bootstrap_limits: bool = True
+    """a time limit does not cut the return"""
+    clip_rewards: bool = True
+    """learn from rewards clipped to [-1, 1]"""
+    reward_scale: float = 1.0
+    """learn from rewards times this, where they are not clipped"""
+
+
+# ---------------------------------------------------------------------------------------------------- network
+
+
+class RunningNorm(nn.Module):
+    """(x - mean) / √(var + eps) over every vector seen so far, clipped to ±clip: for vectors what /255 is for images.
+
+    The statistics change only in `update` and belong to the state that checkpoints save.
+    """
+
+    def __init__(self, size: int, eps: float, clip: float) -> None:
+        super().__init__()
+        self.eps, self.clip = eps, clip
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("var", torch.ones(size))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def update(self, x: Tensor) -> None:
+        """Merge the vectors x, (..., size), into the mean and the (population) variance."""
+        x = x.flatten(0, -2)
+        total = self.count + len(x)
+        weight, delta = (len(x) / total).float(), x.mean(0) - self.mean
+        self.var += weight * (x.var(0, unbiased=False) - self.var + (1 - weight) * delta**2)
+        self.mean += weight * delta
+        self.count.copy_(total)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x - self.mean) / (self.var + self.eps).sqrt()).clamp(-self.clip, self.clip)
+
+
+class ActorCritic(nn.Module):
+    """π(a|s; θ) and V(s; θ). Images: one trunk, two linear heads. Vectors: normalised, then two networks.
+
+    Initial weights are PFRL's: for images normal with standard deviation 1/√fan_in, for vectors orthogonal; biases 0,
+    and the policy's last layer a hundredth of that, so that π starts near uniform, or a Gaussian near N(0, 1).
+    """
+
+    def __init__(self, observation_space: spaces.Box, action_space: gym.Space, arch: str) -> None:
+        super().__init__()
+        self.discrete = isinstance(action_space, spaces.Discrete)
+        n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape)
+        if arch == "mlp":
+            size = observation_space.shape[0]
+            self.trunk = RunningNorm(size, eps=1e-2, clip=5.0)
+            self.policy, self.value = (
+                nn.Sequential(nn.Linear(size, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, n))
+                for n in (n_outputs, 1)
+            )
+        else:  # (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7 → 512
+            self.trunk = nn.Sequential(
+                *(nn.Conv2d(4, 32, 8, 4), nn.ReLU(inplace=True), nn.Conv2d(32, 64, 4, 2), nn.ReLU(inplace=True)),
+                *(nn.Conv2d(64, 64, 3, 1), nn.ReLU(inplace=True), nn.Flatten()),
+                *(nn.Linear(3136, 512), nn.ReLU(inplace=True)),
+            ).to(memory_format=torch.channels_last)  # faster on CPU
+            self.policy, self.value = nn.Sequential(nn.Linear(512, n_outputs)), nn.Linear(512, 1)
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear | nn.Conv2d):
+                nn.init.zeros_(layer.bias)
+                if arch == "mlp":
+                    nn.init.orthogonal_(layer.weight)
+                else:
+                    nn.init.normal_(layer.weight, std=1 / math.sqrt(layer.weight[0].numel()))
+        with torch.no_grad():
+            self.policy[-1].weight *= 0.01
+        if not self.discrete:
+            self.log_std = nn.Parameter(torch.zeros(n_outputs))  # PFRL's variance is exp(2p), p = log_std
+
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """(n, 4, 84, 84) uint8 or (n, d) float → logits (n, n_actions) or means (n, action_dim), values (n,)."""
+        if obs.dtype == torch.uint8:
+            obs = obs.contiguous(memory_format=torch.channels_last).float().div_(255)
+        hidden = self.trunk(obs)
+        return self.policy(hidden), self.value(hidden).squeeze(-1)
+
+    def sample(self, outputs: Tensor) -> Tensor:
+        """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim) → (n, action_dim)."""
+        if self.discrete:
+            return torch.multinomial(outputs.softmax(-1), 1).squeeze(-1)
+        return outputs + self.log_std.exp() * torch.randn_like(outputs)
+
+    def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """log π(a|s) and H(π(s)), (n,) each; a Gaussian's entropy is a scalar, the same in every state."""
+        if self.discrete:
+            log_probs = outputs.log_softmax(-1)
+            return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
+        distances = ((actions - outputs) * (-self.log_std).exp()).square().sum(-1)  # in standard deviations
+        entropy = (self.log_std + (1 + math.log(2 * math.pi)) / 2).sum()
+        return outputs.shape[-1] / 2 - distances / 2 - entropy, entropy
+
+
+# ------------------------------------------------------------------------------------------------ mathematics
+
+
+def gae(
+    rewards: Tensor,
+    dones: Tensor,
+    values: Tensor,
+    final_values: Tensor,
+    bootstrap: Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> Tensor:
+    """δ_t = r_t + γ V(s_{t+1}) - V(s_t), A_t = δ_t + γλ A_{t+1} (Schulman et al. 2017, eq. 11, 12).
+
+    Args: time first, (t_max, n_envs) each: rewards; dones, bool, where an episode ended by termination or
+    truncation; values, V(s_t); final_values, V(final observation) where it was truncated and 0 where it was
+    terminated. bootstrap (n_envs,): V of the observation after the last step. Returns A, (t_max, n_envs).
+    """
+    advantages, advantage, next_value = torch.empty_like(rewards), torch.zeros_like(bootstrap), bootstrap
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * torch.where(dones[t], final_values[t], next_value) - values[t]
+        advantage = delta + gamma * gae_lambda * torch.where(dones[t], 0.0, advantage)
+        advantages[t], next_value = advantage, values[t]
+    return advantages
+
+
+def ppo_loss(
+    log_ratios: Tensor, advantages: Tensor, value_errors: Tensor, entropies: Tensor, clip_coef: float, args: Args
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Eq. (7) and (9) of Schulman et al. 2017 as a loss, means over a minibatch; all (n,), log ρ first.
+
+    Returns the total, its policy part (entropy included) and its value part.
+    """
+    ratios = log_ratios.exp()
+    clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
+    surrogate = torch.minimum(ratios * advantages, clipped * advantages).mean()
+    policy_loss = -surrogate - args.entropy_coef * entropies.mean()
+    value_loss = args.value_coef * value_errors.square().mean()
+    return policy_loss + value_loss, policy_loss, value_loss
+
+
+def rollout_length(args: Args) -> int:
+    """T, from --t-max or --update-interval."""
+    return args.t_max or math.ceil(args.update_interval / args.n_envs)
+
+
+def minibatches(n: int, size: int, epochs: int, device: torch.device) -> Tensor:
+    """Indices of `epochs` passes over n samples, each in its own random order, cut into rows of `size`.
+
+    Returns: (⌈n epochs / size⌉, size). What the last row lacks comes from the start of one more pass.
+    """
+    rows = math.ceil(n * epochs / size)
+    passes = math.ceil(rows * size / n)
+    return torch.cat([torch.randperm(n, device=device) for _ in range(passes)])[: rows * size].view(rows, size)
+
+
+def linear_decay(initial: float, step: int, total_steps: int) -> float:
+    """The value at `step` of a line from `initial` at step 0 to zero at `total_steps`."""
+    return initial * max(0.0, 1 - step / total_steps)
+
+
+def to_env(actions: Tensor, space: gym.Space) -> np.ndarray:
+    """Sampled actions as the environment takes them: a Gaussian's [-1, 1] is stretched to the bounds of the space."""
+    actions = actions.cpu().numpy()
+    if isinstance(space, spaces.Discrete):
+        return actions
+    actions = actions.reshape(-1, *space.shape)
+    low, high = space.low.astype(np.float32), space.high.astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):  # the largest float as a bound means that there is none
+        stretched = low + (actions.clip(-1, 1) + 1) / 2 * (high - low)
+        actions = np.where(np.isfinite(high - low), stretched, actions.clip(low, high))
+    return (np.rint(actions) if np.issubdtype(space.dtype, np.integer) else actions).astype(space.dtype)
+
+
+# --------------------------------------------------------------------------------------------------- training
+
+
+def update(
+    model: ActorCritic, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...], clip_coef: float, args: Args
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """K epochs over the batch: observations, actions, log π(a|s; θ_old), A and value targets, (N·T, ...) each.
+
+    Returns the sum of all losses, and of the last minibatch what is worth logging. Nothing here makes the host wait
+    for the device.
+    """
+    parameters, total_loss = list(model.parameters()), torch.zeros((), device=batch[0].device)
+    for indices in minibatches(len(batch[0]), args.minibatch_size, args.update_epochs, batch[0].device):
+        obs, actions, old_log_probs, advantages, value_targets = (x[indices] for x in batch)
+        outputs, values = model(obs)
+        log_probs, entropies = model.log_prob_and_entropy(outputs, actions)
+        log_ratios = log_probs - old_log_probs
+        loss, policy_loss, value_loss = ppo_loss(
+            log_ratios, advantages, value_targets - values, entropies, clip_coef, args
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        if args.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+        optimizer.step()
+        total_loss += loss.detach()
+    changes = log_ratios.detach().expm1()  # ρ - 1
+    return total_loss, {
+        "losses/policy_loss": policy_loss,
+        "losses/value_loss": value_loss,
+        "losses/entropy": entropies,
+        "losses/approx_kl": changes - log_ratios.detach(),
+        "losses/clip_fraction": (changes.abs() > clip_coef).float(),
+    }
+
+
+def train(args: Args, checkpoint: dict | None = None) -> int:
+    """Batch PPO, from the start or from a checkpoint. Returns the exit status.
+
+    Raises: WorkerError: an environment failed. FloatingPointError: a loss or the network is not finite.
+    """
+    device = pick_device(args.device)
+    torch.manual_seed(args.seed)
+    envs = RecordEpisodeStatistics(make_vec_env(args.env_id, args.n_envs, args.n_workers, json.loads(args.env_kwargs)))
+    model = ActorCritic(envs.single_observation_space, envs.single_action_space, args.arch).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), args.learning_rate, eps=args.adam_eps, fused=True)
+    new_policy = functools.partial(make_policy, model, envs.single_action_space)
+    parts = {"model": model, "optimizer": optimizer}
+    t_max = rollout_length(args)
+    shape = (t_max, args.n_envs)
+    rewards, dones = np.zeros(shape, np.float32), np.zeros(shape, np.bool_)
+    final_values = torch.zeros(shape, device=device)
+    with Run(SCRIPT, args, parts, new_policy, checkpoint, log_interval=1) as run, contextlib.closing(envs):
+        step = run.step
+        obs = to_device(envs.reset(seed=env_seed(args.seed, step))[0], device)
+        while step < args.total_steps and not run.stopped:
+            observations, actions, log_probs, values = [], [], [], []
+            final_values.zero_()
+            for t in range(t_max):
+                with torch.no_grad():
+                    output, value = model(obs)
+                    action = model.sample(output)
+                    log_prob = model.log_prob_and_entropy(output, action)[0]
+                observations.append(obs)
+                actions.append(action)
+                log_probs.append(log_prob)
+                values.append(value)
+                next_obs, reward, terminated, truncated, info = envs.step(to_env(action, envs.single_action_space))
+                obs = to_device(next_obs, device)  # where an episode ended: the first of the next one
+                rewards[t] = np.clip(reward, -1, 1) if args.clip_rewards else reward * args.reward_scale
+                dones[t] = terminated | truncated
+                cut = truncated & ~terminated
+                if args.bootstrap_limits and cut.any():  # a time limit ends the episode but not the return
+                    with torch.no_grad():
+                        final_obs = to_device(np.stack(info["final_obs"][cut]), device)
+                        final_values[t, to_device(cut, device)] = model(final_obs)[1]
+                if "episode" in info:
+                    ended = info["_episode"]
+                    run.count_episodes(info["episode"]["r"][ended], info["episode"]["l"][ended])
+            with torch.no_grad():
+                bootstrap = model(obs)[1]  # unfinished episodes are cut here and go on in the next batch
+            V, r, ends = torch.stack(values), to_device(rewards, device), to_device(dones, device)
+            advantages = gae(r, ends, V, final_values, bootstrap, args.gamma, args.gae_lambda)
+            value_targets = advantages + V
+            if args.standardize_advantages:
+                advantages = (advantages - advantages.mean()) / (advantages.std(unbiased=False) + 1e-8)
+            if isinstance(model.trunk, RunningNorm):
+                model.trunk.update(torch.stack(observations))
+            step += args.n_envs * t_max
+            left = linear_decay(1.0, step, args.total_steps)
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (left if args.anneal_lr else 1)
+            clip_coef = args.clip_coef * (left if args.anneal_clip else 1)
+            data = (torch.stack(observations), torch.stack(actions), torch.stack(log_probs), advantages, value_targets)
+            total_loss, scalars = update(model, optimizer, tuple(x.flatten(0, 1) for x in data), clip_coef, args)
+            with torch.no_grad():  # once an update: looking makes a GPU wait
+                finite = all(x.isfinite().all() for x in (total_loss, *model.parameters(), *model(obs)))
+            if not finite:
+                raise FloatingPointError(f"step {step}: a loss, a parameter or an output of the network is not finite")
+            run.count_update(step, scalars | {"charts/learning_rate": optimizer.param_groups[0]["lr"]})
+    return run.exit_status
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device)
+
+
+def make_policy(model: ActorCritic, action_space: gym.Space) -> Policy:
+    """How evaluation plays: actions sampled from π, observations normalised by the statistics of training."""
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> np.ndarray:
+        outputs, _ = model(to_device(obs, next(model.parameters()).device))
+        return to_env(model.sample(outputs), action_space)
+
+    return policy
+
+
+# ------------------------------------------------------------------------------------------------------- main
+
+
+def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
+    """The arguments, complete and checked, and the checkpoint that --resume or --evaluate names.
+
+    Raises:
+        UsageError: an argument that cannot work. Nothing has been started or written by then.
+    """
+    args, checkpoint = read_flags(argv, Args(), __doc__), None
+    if args.resume or args.evaluate:
+        args, checkpoint = read_run(SCRIPT, argv, args, fixed=("preset", "arch"))
+    pick_device(args.device)  # or refuse it
+    env = check_env(args)
+    images = len(env.observation_space.shape) == 3
+    if checkpoint is None:
+        preset = ("atari" if images else "vector") if args.preset == "auto" else args.preset
+        args = read_flags(argv, Args(**PRESETS[preset]), __doc__)
+        args.preset = preset
+    if args.arch == "auto":
+        args.arch = "nature" if images else "mlp"
+    if (args.arch == "mlp") == images:
+        raise UsageError(f"--arch {args.arch} does not fit the observations of {args.env_id}: {env.observation_space}")
+    check_range(args, "total_steps checkpoint_interval n_envs update_interval update_epochs", 1)
+    if args.t_max is not None:
+        check_range(args, "t_max", 1)
+    if args.n_workers is None:
+        args.n_workers = min(8, n_cores(), args.n_envs)
+    check_range(args, "minibatch_size", 1, args.n_envs * rollout_length(args))
+    check_range(args, "n_workers", 0, args.n_envs)
+    check_range(args, "seed eval_episodes learning_rate clip_coef entropy_coef value_coef reward_scale", 0)
+    check_range(args, "adam_eps", 1e-12)
+    check_range(args, "gamma gae_lambda", 0, 1)
+    if args.max_grad_norm is not None:
+        check_range(args, "max_grad_norm", 0)
+    if checkpoint is None:
+        make_run_dir(SCRIPT, args)
+    return args, checkpoint
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    keep_freed_memory()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is wrong with the arguments is said in one line
+            args, checkpoint = parse(argv)
+        if not args.evaluate:
+            return train(args, checkpoint)
+        env = check_env(args)
+        model = ActorCritic(env.observation_space, env.action_space, args.arch).to(pick_device(args.device))
+        load_part("model", model, checkpoint)
+        torch.manual_seed(args.seed)
+        evaluate_run(SCRIPT, args, functools.partial(make_policy, model, env.action_space))
+        return 0
+    except (UsageError, WorkerError, FloatingPointError, OSError) as error:
+        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:  # before training has begun, or while --evaluate plays
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
