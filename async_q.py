@@ -69,7 +69,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Vectors, ours: rewards of any size, and tasks that are learned in minutes.
     "vector": {
         "total_steps": 1_000_000,
-        "epsilon_steps": 100_000,
+        "epsilon_steps": 200_000,
         "update_interval": 20,
         "target_interval": 200,
         "learning_rate": 4e-3,

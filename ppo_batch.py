@@ -1,7 +1,7 @@
 """Batch PPO: proximal policy optimisation over N simulators (Schulman et al. 2017; ChainerRL's batch PPO, 2018).
 
 N simulators step together and never wait for each other's episodes: one that ends starts the next at once. After T
-steps of all of them, K epochs over the N·T transitions, in minibatches of M < N·T:
+steps of all of them, K epochs over the N·T transitions, in minibatches of M:
 
     δ_t = r_t + γ V(s_{t+1}) - V(s_t),    A_t = δ_t + γλ A_{t+1}        (V(s_{t+1}) = 0 and no A_{t+1} after an end)
     ρ = π(a|s; θ) / π(a|s; θ_old),    A ← (A - mean A) / std A over all N·T

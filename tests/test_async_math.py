@@ -65,6 +65,25 @@ def test_constants_of_a3c() -> None:
     assert a3c.PRESETS["continuous"]["entropy_coef"] == 1e-4
 
 
+@pytest.mark.parametrize(
+    ("flags", "preset"),
+    [
+        ([], "atari"),
+        (["--lstm"], "atari"),
+        (["--env-id", "CartPole-v1"], "vector"),
+        (["--env-id", "CartPole-v1", "--lstm"], "recurrent"),
+        (["--env-id", "Pendulum-v1"], "continuous"),
+        (["--env-id", "Pendulum-v1", "--lstm"], "continuous"),
+        (["--env-id", "Pendulum-v1", "--preset", "vector"], "vector"),
+    ],
+)
+def test_preset_of_a3c(flags: list[str], preset: str, tmp_path: Path) -> None:
+    args, _ = a3c.parse([*flags, "--run-dir", str(tmp_path / "r")])
+    constants = vars(a3c.Args()) | a3c.PRESETS[preset]
+    names = ("t_max", "learning_rate", "gamma", "entropy_coef", "reward_scale", "rms_eps", "clip_rewards")
+    assert args.preset == preset and {n: getattr(args, n) for n in names} == {n: constants[n] for n in names}
+
+
 @pytest.mark.parametrize("trainer", Q_TRAINERS, ids=name_of)
 def test_constants_of_the_q_methods(trainer: ModuleType) -> None:
     args = trainer.Args()
