@@ -75,8 +75,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 # With --lstm: gradients through 20 steps, as the author used on Atari.
 PRESETS["recurrent"] = PRESETS["vector"] | {"t_max": 20, "learning_rate": 4e-3}
-# Box actions: β is that of sec. 9, the rest ours.
-PRESETS["continuous"] = PRESETS["vector"] | {"entropy_coef": 1e-4}
+# Box actions: β is that of sec. 9, the rest ours, found on Pendulum: the critic has to be faster than the actor.
+PRESETS["continuous"] = PRESETS["vector"] | {"entropy_coef": 1e-4, "t_max": 20, "learning_rate": 5e-4, "gamma": 0.9}
+PRESETS["continuous"] |= {"value_coef": 10.0, "reward_scale": 0.01}
 
 
 @dataclass
@@ -229,8 +230,11 @@ class ActorCritic(nn.Module):
         return log_probs, (log_2_pi_variance.squeeze(-1) + 1) / 2
 
     def gaussian(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """μ, (..., action_dim), and σ², (..., 1): one for all dimensions. The floor under it is ours."""
-        return outputs[..., :-1], F.softplus(outputs[..., -1:]) + 1e-6
+        """μ, (..., action_dim), and σ², (..., 1): one for all dimensions.
+
+        The floor under it is ours: the gradient of log π grows as 1/σ, and one large step ruins the policy.
+        """
+        return outputs[..., :-1], F.softplus(outputs[..., -1:]) + 0.01
 
 
 # ------------------------------------------------------------------------------------------------ mathematics
