@@ -290,14 +290,14 @@ def test_discrete_policy_is_a_categorical() -> None:
 def test_box_policy_is_a_normal_with_one_variance(dims: int) -> None:
     torch.manual_seed(dims)
     outputs, actions = torch.randn(3, 2, dims + 1, dtype=torch.float64) * 2, torch.randn(3, 2, dims).double()
-    sigma = torch.log1p(outputs[..., -1:].exp()).sqrt()  # σ² = softplus
+    sigma = (torch.log1p(outputs[..., -1:].exp()) + 0.01).sqrt()  # σ² = softplus, and our floor
     expected = torch.distributions.Normal(outputs[..., :-1], sigma.expand(3, 2, dims))
     log_probs, entropies = actor_critic("mlp", box=dims).log_prob_and_entropy(outputs, actions)
     assert log_probs.shape == entropies.shape == (3, 2)
-    torch.testing.assert_close(log_probs, expected.log_prob(actions).sum(-1), rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(entropies, expected.entropy().mean(-1), rtol=1e-3, atol=1e-3)  # of one dimension
+    torch.testing.assert_close(log_probs, expected.log_prob(actions).sum(-1), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(entropies, expected.entropy().mean(-1), rtol=1e-9, atol=1e-9)  # of one dimension
     printed = 0.5 * (math.log(2 * math.pi * sigma[0, 0, 0].item() ** 2) + 1)
-    assert entropies[0, 0].item() == pytest.approx(printed, abs=1e-3)
+    assert entropies[0, 0].item() == pytest.approx(printed, abs=1e-9)
 
 
 def test_box_policy_stays_finite() -> None:
@@ -319,7 +319,7 @@ def test_frequencies_of_discrete_samples() -> None:
 
 def test_gaussian_samples() -> None:
     outputs = torch.tensor([3.0, -2.0, 1.3])
-    variance = math.log(1 + math.exp(1.3))
+    variance = math.log(1 + math.exp(1.3)) + 0.01
     torch.manual_seed(0)
     samples = actor_critic("mlp", box=2).sample(outputs.expand(20_000, 3)).numpy()
     assert samples.shape == (20_000, 2)
@@ -832,7 +832,7 @@ def slow_a3c(played: Played) -> Slow:
         for k, R, (output, value, action) in zip(steps, returns, passed, strict=True):
             if action.ndim:  # Walk's space is Box(-3, 1)
                 np.testing.assert_allclose(walk["action"][k], -3 + 2 * (action.clip(-1, 1) + 1), atol=1e-5)
-                variance = (1 + output[2].exp()).log()
+                variance = (1 + output[2].exp()).log() + 0.01
                 log_prob = torch.zeros((), dtype=torch.float64)
                 for x, mean in zip(action.tolist(), output[:2], strict=True):
                     log_prob = log_prob - (x - mean) ** 2 / (2 * variance) - (2 * math.pi * variance).log() / 2
