@@ -26,8 +26,8 @@ Where the sources differ or are silent, this file reads:
 Departures: a time limit does not cut the return, it bootstraps from V of the final observation (sec. 9 learns from
 whole episodes and never bootstraps: `--t-max` as long as an episode and `--no-bootstrap-limits` do that); its LSTM is
 there with `--lstm` only, and pictures get the networks of sec. 8; a Gaussian's [-1, 1] is stretched to the bounds of
-the actions and clipped there, and its σ² is never below 0.01; losing a life does not end an episode; 0 to 30 no-ops. Vectors with Discrete actions and
-the preset `vector` are ours.
+the actions and clipped there, and its σ² is never below 0.01; losing a life does not end an episode; 0 to 30 no-ops.
+Vectors with Discrete actions and the presets that are not `atari` are ours.
 A process that starts, after --resume too, draws from a random stream of its own: (seed, process, T).
 """
 
