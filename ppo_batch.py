@@ -3,29 +3,31 @@
 N simulators step together and never wait for each other's episodes: one that ends starts the next at once. After T
 steps of all of them, K epochs over the N·T transitions, in minibatches of M:
 
-    δ_t = r_t + γ V(s_{t+1}) - V(s_t),    A_t = δ_t + γλ A_{t+1}        (V(s_{t+1}) = 0 and no A_{t+1} after an end)
-    ρ = π(a|s; θ) / π(a|s; θ_old),    A ← (A - mean A) / std A over all N·T
-    L = -mean min(ρ A, clip(ρ, 1 ± ε) A) + mean (A_old + V_old - V(s; θ))² - β mean H(π(s; θ)),    θ by Adam
+    δ_t = r_t + γ V(s_{t+1}) - V(s_t)    (V = 0 after a termination),    A_t = δ_t + γλ A_{t+1}    (A = 0 after any end)
+    R = A + V(s; θ_old),    ρ = π(a|s; θ) / π(a|s; θ_old),    Â = (A - mean A) / std A over all N·T
+    L = -mean min(ρ Â, clip(ρ, 1 ± ε) Â) + mean (R - V(s; θ))² - β mean H(π(s; θ)),    θ by Adam
 
     python ppo_batch.py                                             # Pong from pixels
-    python ppo_batch.py --env-id CartPole-v1 --total-steps 200_000  # a minute
-    python ppo_batch.py --env-id HalfCheetah-v5 --total-steps 2_000_000
+    python ppo_batch.py --env-id CartPole-v1 --total-steps 100_000  # half a minute
+    python ppo_batch.py --env-id HalfCheetah-v5
     python ppo_batch.py --resume runs/...                           # go on after an interruption
     python ppo_batch.py --evaluate runs/... --record                # 30 episodes and a GIF
 
-It follows the code of ChainerRL and of PFRL, its successor in PyTorch. Where that and the papers differ, this file
-reads:
-- an episode's end cuts the return (the code); the blog of 2018 keeps the value of the last step;
-- the whole batch's advantages are standardised once, the value loss is a plain mean square with weight 1;
+It follows the code of ChainerRL and of PFRL, its successor in PyTorch:
+- a termination cuts the return, where the blog of 2018 keeps the value of the last step;
+- V and log π of θ_old are those of acting; PFRL computes them again before the epochs, with the same θ;
+- the whole batch's advantages are standardised once; the value loss is a plain mean square with weight 1;
 - a minibatch may hold the end of one epoch and the start of the next, where M does not divide N·T;
 - on vectors, the statistics that normalise observations change after the rollout and before its epochs, so that
-  even the first ratio is not exactly 1;
-- the presets are PFRL's; Table 5 of Schulman et al. is `--update-epochs 3 --anneal-clip` on top of `atari`.
+  even the first ρ is not exactly 1;
+- the presets are PFRL's, but for 8 simulators on vectors where its example has 1. ChainerRL's batch example is
+  `--anneal-lr --gamma 0.99 --gae-lambda 0.95 --no-standardize-advantages --reward-scale 0.01` on top of `vector`,
+  Table 5 of Schulman et al. `--update-epochs 3 --anneal-clip` on top of `atari`.
 
-Departures: a time limit does not cut the return, it bootstraps from V of the final observation (PFRL's MuJoCo example
-cuts there: `--no-bootstrap-limits`); losing a life does not end an episode; 0 to 30 no-ops; a Gaussian's [-1, 1] is
-stretched to the bounds of the actions, which for MuJoCo's tasks are [-1, 1] mostly, and clipped there, as simulators
-do themselves. On CUDA PyTorch computes convolutions in TF32 unless told otherwise.
+Departures from it: a time limit does not cut the return, it bootstraps from V of the final observation (its MuJoCo
+example cuts there: `--no-bootstrap-limits`); losing a life does not end an episode; 0 to 30 no-ops, not 1 to 30; a
+Gaussian's [-1, 1] is stretched to the bounds of the actions and clipped there; no recurrent networks. On CUDA PyTorch
+computes convolutions in TF32 unless told otherwise.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ from common.vec_env import WorkerError, make_vec_env
 
 SCRIPT = "ppo_batch"
 
-# Which constants hold for which kind of task: what differs from Args, which has those of PFRL's train_ppo_ale.
+# What each kind of task changes in Args, whose defaults are those of PFRL's train_ppo_ale.
 PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
     # Vectors: PFRL's reproduction of PPO on MuJoCo, but for n_envs, where it has 1.
@@ -126,7 +128,7 @@ class Args:
     arch: Literal["auto", "nature", "mlp"] = "auto"
     """network; auto: nature for images, mlp for vectors"""
     update_interval: int = 1024
-    """N·T: transitions of an update, where --t-max does not say"""
+    """N·T: transitions of an update; ignored with --t-max"""
     t_max: int | None = None
     """T: steps of each simulator between two updates; None: update_interval / n_envs, rounded up"""
     minibatch_size: int = 256
@@ -195,8 +197,8 @@ class RunningNorm(nn.Module):
 class ActorCritic(nn.Module):
     """π(a|s; θ) and V(s; θ). Images: one trunk, two linear heads. Vectors: normalised, then two networks.
 
-    Initial weights are PFRL's: for images normal with standard deviation 1/√fan_in, for vectors orthogonal; biases 0,
-    and the policy's last layer a hundredth of that, so that π starts near uniform, or a Gaussian near N(0, 1).
+    Initial weights are PFRL's: for images normal with standard deviation 1/√fan_in, for vectors orthogonal; biases 0.
+    The weights of the policy's last layer are a hundredth of that: π starts near uniform, a Gaussian near N(0, 1).
     """
 
     def __init__(self, observation_space: spaces.Box, action_space: gym.Space, arch: str) -> None:
@@ -216,7 +218,7 @@ class ActorCritic(nn.Module):
                 *(nn.Conv2d(64, 64, 3, 1), nn.ReLU(inplace=True), nn.Flatten()),
                 *(nn.Linear(3136, 512), nn.ReLU(inplace=True)),
             ).to(memory_format=torch.channels_last)  # faster on CPU
-            self.policy, self.value = nn.Sequential(nn.Linear(512, n_outputs)), nn.Linear(512, 1)
+            self.policy, self.value = nn.Linear(512, n_outputs), nn.Linear(512, 1)
         for layer in self.modules():
             if isinstance(layer, nn.Linear | nn.Conv2d):
                 nn.init.zeros_(layer.bias)
@@ -225,7 +227,7 @@ class ActorCritic(nn.Module):
                 else:
                     nn.init.normal_(layer.weight, std=1 / math.sqrt(layer.weight[0].numel()))
         with torch.no_grad():
-            self.policy[-1].weight *= 0.01
+            (self.policy[-1] if arch == "mlp" else self.policy).weight *= 0.01
         if not self.discrete:
             self.log_std = nn.Parameter(torch.zeros(n_outputs))  # PFRL's variance is exp(2p), p = log_std
 
@@ -243,13 +245,13 @@ class ActorCritic(nn.Module):
         return outputs + self.log_std.exp() * torch.randn_like(outputs)
 
     def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """log π(a|s) and H(π(s)), (n,) each; a Gaussian's entropy is a scalar, the same in every state."""
+        """log π(a|s) and H(π(s)), (...,) each; a Gaussian's entropy is a scalar, the same in every state."""
         if self.discrete:
             log_probs = outputs.log_softmax(-1)
             return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
         distances = ((actions - outputs) * (-self.log_std).exp()).square().sum(-1)  # in standard deviations
         entropy = (self.log_std + (1 + math.log(2 * math.pi)) / 2).sum()
-        return outputs.shape[-1] / 2 - distances / 2 - entropy, entropy
+        return (outputs.shape[-1] - distances) / 2 - entropy, entropy  # H = E[-log π], and E[distances] = action_dim
 
 
 # ------------------------------------------------------------------------------------------------ mathematics
@@ -279,7 +281,13 @@ def gae(
 
 
 def ppo_loss(
-    log_ratios: Tensor, advantages: Tensor, value_errors: Tensor, entropies: Tensor, clip_coef: float, args: Args
+    log_ratios: Tensor,
+    advantages: Tensor,
+    value_errors: Tensor,
+    entropies: Tensor,
+    clip_coef: float,
+    entropy_coef: float,
+    value_coef: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Eq. (7) and (9) of Schulman et al. 2017 as a loss, means over a minibatch; all (n,), log ρ first.
 
@@ -288,8 +296,8 @@ def ppo_loss(
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
     surrogate = torch.minimum(ratios * advantages, clipped * advantages).mean()
-    policy_loss = -surrogate - args.entropy_coef * entropies.mean()
-    value_loss = args.value_coef * value_errors.square().mean()
+    policy_loss = -surrogate - entropy_coef * entropies.mean()
+    value_loss = value_coef * value_errors.square().mean()
     return policy_loss + value_loss, policy_loss, value_loss
 
 
@@ -332,19 +340,20 @@ def to_env(actions: Tensor, space: gym.Space) -> np.ndarray:
 def update(
     model: ActorCritic, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...], clip_coef: float, args: Args
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """K epochs over the batch: observations, actions, log π(a|s; θ_old), A and value targets, (N·T, ...) each.
+    """K epochs over the batch: observations, actions, log π(a|s; θ_old), Â and R, (N·T, ...) each.
 
-    Returns the sum of all losses, and of the last minibatch what is worth logging. Nothing here makes the host wait
+    Returns the sum of all losses, and the scalars to log, from the last minibatch. Nothing here makes the host wait
     for the device.
     """
     parameters, total_loss = list(model.parameters()), torch.zeros((), device=batch[0].device)
     for indices in minibatches(len(batch[0]), args.minibatch_size, args.update_epochs, batch[0].device):
-        obs, actions, old_log_probs, advantages, value_targets = (x[indices] for x in batch)
+        obs, actions, old_log_probs, advantages, returns = (x[indices] for x in batch)
         outputs, values = model(obs)
         log_probs, entropies = model.log_prob_and_entropy(outputs, actions)
         log_ratios = log_probs - old_log_probs
         loss, policy_loss, value_loss = ppo_loss(
-            log_ratios, advantages, value_targets - values, entropies, clip_coef, args
+            *(log_ratios, advantages, returns - values, entropies),
+            *(clip_coef, args.entropy_coef, args.value_coef),
         )
         optimizer.zero_grad()
         loss.backward()
@@ -378,21 +387,21 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     shape = (t_max, args.n_envs)
     rewards, dones = np.zeros(shape, np.float32), np.zeros(shape, np.bool_)
     final_values = torch.zeros(shape, device=device)
+    observations = empty_observations(envs.single_observation_space, t_max, args.n_envs, device)
     with Run(SCRIPT, args, parts, new_policy, checkpoint, log_interval=1) as run, contextlib.closing(envs):
         step = run.step
         obs = to_device(envs.reset(seed=env_seed(args.seed, step))[0], device)
         while step < args.total_steps and not run.stopped:
-            observations, actions, log_probs, values = [], [], [], []
+            outputs, values, actions = [], [], []
             final_values.zero_()
             for t in range(t_max):
+                observations[t] = obs
                 with torch.no_grad():
                     output, value = model(obs)
                     action = model.sample(output)
-                    log_prob = model.log_prob_and_entropy(output, action)[0]
-                observations.append(obs)
-                actions.append(action)
-                log_probs.append(log_prob)
+                outputs.append(output)
                 values.append(value)
+                actions.append(action)
                 next_obs, reward, terminated, truncated, info = envs.step(to_env(action, envs.single_action_space))
                 obs = to_device(next_obs, device)  # where an episode ended: the first of the next one
                 rewards[t] = np.clip(reward, -1, 1) if args.clip_rewards else reward * args.reward_scale
@@ -407,25 +416,34 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                     run.count_episodes(info["episode"]["r"][ended], info["episode"]["l"][ended])
             with torch.no_grad():
                 bootstrap = model(obs)[1]  # unfinished episodes are cut here and go on in the next batch
+                log_probs = model.log_prob_and_entropy(torch.stack(outputs), torch.stack(actions))[0]
             V, r, ends = torch.stack(values), to_device(rewards, device), to_device(dones, device)
             advantages = gae(r, ends, V, final_values, bootstrap, args.gamma, args.gae_lambda)
-            value_targets = advantages + V
+            returns = advantages + V
             if args.standardize_advantages:
                 advantages = (advantages - advantages.mean()) / (advantages.std(unbiased=False) + 1e-8)
             if isinstance(model.trunk, RunningNorm):
-                model.trunk.update(torch.stack(observations))
-            step += args.n_envs * t_max
-            left = linear_decay(1.0, step, args.total_steps)
-            optimizer.param_groups[0]["lr"] = args.learning_rate * (left if args.anneal_lr else 1)
-            clip_coef = args.clip_coef * (left if args.anneal_clip else 1)
-            data = (torch.stack(observations), torch.stack(actions), torch.stack(log_probs), advantages, value_targets)
-            total_loss, scalars = update(model, optimizer, tuple(x.flatten(0, 1) for x in data), clip_coef, args)
-            with torch.no_grad():  # once an update: looking makes a GPU wait
-                finite = all(x.isfinite().all() for x in (total_loss, *model.parameters(), *model(obs)))
-            if not finite:
+                model.trunk.update(observations)
+            step += args.n_envs * t_max  # before α and ε: those of PFRL count the steps of this rollout
+            alpha = linear_decay(args.learning_rate, step, args.total_steps) if args.anneal_lr else args.learning_rate
+            epsilon = linear_decay(args.clip_coef, step, args.total_steps) if args.anneal_clip else args.clip_coef
+            optimizer.param_groups[0]["lr"] = alpha
+            data = (observations, torch.stack(actions), log_probs, advantages, returns)
+            total_loss, scalars = update(model, optimizer, tuple(x.flatten(0, 1) for x in data), epsilon, args)
+            with torch.no_grad():
+                checked = [x.isfinite().all() for x in (total_loss, *model.parameters(), *model(obs))]
+            if not torch.stack(checked).all():  # only here, as looking makes a GPU wait
                 raise FloatingPointError(f"step {step}: a loss, a parameter or an output of the network is not finite")
-            run.count_update(step, scalars | {"charts/learning_rate": optimizer.param_groups[0]["lr"]})
+            run.count_update(step, scalars | {"charts/learning_rate": alpha})
     return run.exit_status
+
+
+def empty_observations(space: spaces.Box, t_max: int, n_envs: int, device: torch.device) -> Tensor:
+    """Room for a rollout, (t_max, n_envs, ...); images lie in memory as the convolutions want them."""
+    layout = torch.channels_last if len(space.shape) == 3 else torch.contiguous_format
+    dtype = torch.uint8 if len(space.shape) == 3 else torch.float32
+    empty = torch.empty((t_max * n_envs, *space.shape), dtype=dtype, device=device, memory_format=layout)
+    return empty.unflatten(0, (t_max, n_envs))
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

@@ -122,7 +122,8 @@ def loss_of(ratios: Any, advantages: Any, errors: Any, entropies: Any, **constan
     log_ratios = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
     errors, entropies = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (errors, entropies))
     advantages = torch.tensor(advantages, dtype=torch.float64)
-    parts = ppo_batch.ppo_loss(log_ratios, advantages, errors, entropies, 0.2, ppo_batch.Args(**constants))
+    coefs = {"entropy_coef": 0.01, "value_coef": 1.0} | constants
+    parts = ppo_batch.ppo_loss(log_ratios, advantages, errors, entropies, 0.2, **coefs)
     gradient = torch.autograd.grad(parts[0], (log_ratios, errors, entropies))
     return [part.item() for part in parts], [g.tolist() for g in gradient]
 
@@ -276,7 +277,7 @@ def test_network_for_images_gives_the_numbers_of_a_plain_contiguous_one() -> Non
     for layer in linear_layers(model):
         nn.init.normal_(layer.bias, std=0.1)
     with torch.no_grad():
-        model.policy[-1].weight *= 100  # or the logits would say little
+        model.policy.weight *= 100  # or the logits would say little
     obs = random_obs("nature", 3)
     before = obs.clone()
     logits, values = model(obs)
@@ -760,6 +761,7 @@ def test_train_is_batch_ppo(case: str, tmp_path: Path, monkeypatch: pytest.Monke
     values = {"total_steps": 30, "t_max": 5, "n_envs": 2, "gamma": 0.9, "entropy_coef": 0.05, "learning_rate": 0.02}
     values |= {"gae_lambda": 0.8, "minibatch_size": 4, "update_epochs": 3, "clip_coef": 0.15, "adam_eps": 1e-3}
     values |= {"reward_scale": 0.6, "seed": 5, "n_workers": 0, "eval_episodes": 0, "max_grad_norm": None}
+    values |= {"device": "cpu"}
     switches = {"clip_rewards": False, "anneal_lr": False, "anneal_clip": False}
     switches |= {"standardize_advantages": True, "bootstrap_limits": True}
     options = dict(CASES[case])
