@@ -38,7 +38,7 @@ import tyro
 import paac
 import ppo_batch
 from common.atari import is_atari
-from common.run import n_cores
+from common.run import keep_freed_memory, n_cores
 from common.vec_env import make_vec_env
 
 
@@ -220,6 +220,7 @@ def main() -> None:
     if args.sb3_worker:
         print(sb3_rate(args, args.n_envs[0]))
         return
+    keep_freed_memory()  # as the trainers' main does
     args.n_envs = args.n_envs or ((32,) if args.trainer == "paac" else (8,))
     args.archs = args.archs or (("nips", "nature") if args.trainer == "paac" else ("auto",))
     threads = torch.get_num_threads()
