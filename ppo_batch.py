@@ -8,7 +8,7 @@ steps of all of them, K epochs over the N·T transitions, in minibatches of M:
     L = -mean min(ρ Â, clip(ρ, 1 ± ε) Â) + mean (R - V(s; θ))² - β mean H(π(s; θ)),    θ by Adam
 
     python ppo_batch.py                                             # Pong from pixels
-    python ppo_batch.py --env-id CartPole-v1 --total-steps 100_000  # half a minute
+    python ppo_batch.py --env-id CartPole-v1 --total-steps 200_000  # a minute
     python ppo_batch.py --env-id HalfCheetah-v5
     python ppo_batch.py --resume runs/...                           # go on after an interruption
     python ppo_batch.py --evaluate runs/... --record                # 30 episodes and a GIF
