@@ -190,7 +190,7 @@ def test_run_directory_and_summary(trainer: ModuleType, finished: Callable[[Modu
     accumulator = EventAccumulator(str(run_dir))
     accumulator.Reload()
     tags = {"charts/episodic_return", "charts/episodic_length", "charts/SPS", "charts/learning_rate"}
-    tags |= {"losses/value_loss", "losses/grad_norm", "eval/return_mean"}
+    tags |= {"charts/return_last_100", "losses/value_loss", "losses/grad_norm", "eval/return_mean"}
     tags |= {"charts/epsilon"} if trainer in Q_LEARNERS else {"losses/policy_loss", "losses/entropy"}
     assert set(accumulator.Tags()["scalars"]) == tags
     assert {event.value for event in accumulator.Scalars("charts/episodic_length")} == {7}
