@@ -105,7 +105,8 @@ def check_env(args: Any) -> gym.Env:
     try:
         env = make_env(find_spec(args.env_id), env_kwargs, "rgb_array" if args.record else None)
     except Exception as error:
-        raise UsageError(f"--env-id {args.env_id}: {error}") from error
+        what = "--env-id {} with --record" if args.record else "--env-id {}"
+        raise UsageError(f"{what.format(args.env_id)}: {error}") from error
     with contextlib.closing(env):
         if args.record:
             try:
