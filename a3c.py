@@ -458,8 +458,7 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     if checkpoint is None:
         preset = args.preset
         if preset == "auto":
-            other = "recurrent" if args.lstm else "vector"
-            preset = "continuous" if continuous else "atari" if images else other
+            preset = "continuous" if continuous else "atari" if images else "recurrent" if args.lstm else "vector"
         args = read_flags(argv, Args(**PRESETS[preset]), __doc__)
         args.preset = preset
     if args.arch == "auto":

@@ -340,7 +340,7 @@ def to_env(actions: Tensor, space: gym.Space) -> np.ndarray:
 def update(
     model: ActorCritic, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...], clip_coef: float, args: Args
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """K epochs over the batch: observations, actions, log π(a|s; θ_old), Â and R, (N·T, ...) each.
+    """Optimise L with K epochs over the batch: observations, actions, log π(a|s; θ_old), Â and R, (N·T, ...) each.
 
     Returns the sum of all losses, and the scalars to log, from the last minibatch. Nothing here makes the host wait
     for the device.
@@ -393,13 +393,13 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     with Run(SCRIPT, args, parts, new_policy, checkpoint, log_interval=1) as run, contextlib.closing(envs):
         step = run.step
         obs = to_device(envs.reset(seed=env_seed(args.seed, step))[0], device)
-        while step < args.total_steps and not run.stopped:
+        while step < args.total_steps and not run.stopped:  # iterations
             outputs, values, actions = [], [], []
             final_values.zero_()
-            for t in range(t_max):
+            for t in range(t_max):  # run π in all N simulators for T steps
                 observations[t] = obs
                 with torch.no_grad():
-                    output, value = model(obs)
+                    output, value = model(observations[t])
                     action = model.sample(output)
                 outputs.append(output)
                 values.append(value)
@@ -418,9 +418,10 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                     run.count_episodes(info["episode"]["r"][ended], info["episode"]["l"][ended])
             with torch.no_grad():
                 bootstrap = model(obs)[1]  # unfinished episodes are cut here and go on in the next batch
-                log_probs = model.log_prob_and_entropy(torch.stack(outputs), torch.stack(actions))[0]
+                taken = torch.stack(actions)
+                log_probs = model.log_prob_and_entropy(torch.stack(outputs), taken)[0]
             V, r, ends = torch.stack(values), to_device(rewards, device), to_device(dones, device)
-            advantages = gae(r, ends, V, final_values, bootstrap, args.gamma, args.gae_lambda)
+            advantages = gae(r, ends, V, final_values, bootstrap, args.gamma, args.gae_lambda)  # A_1 to A_T
             returns = advantages + V
             if args.standardize_advantages:
                 advantages = (advantages - advantages.mean()) / (advantages.std(unbiased=False) + 1e-8)
@@ -430,8 +431,8 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
             alpha = linear_decay(args.learning_rate, step, args.total_steps) if args.anneal_lr else args.learning_rate
             epsilon = linear_decay(args.clip_coef, step, args.total_steps) if args.anneal_clip else args.clip_coef
             optimizer.param_groups[0]["lr"] = alpha
-            data = (observations, torch.stack(actions), log_probs, advantages, returns)
-            total_loss, scalars = update(model, optimizer, tuple(x.flatten(0, 1) for x in data), epsilon, args)
+            batch = tuple(x.flatten(0, 1) for x in (observations, taken, log_probs, advantages, returns))
+            total_loss, scalars = update(model, optimizer, batch, epsilon, args)  # θ_old ← θ
             with torch.no_grad():
                 checked = [x.isfinite().all() for x in (total_loss, *model.parameters(), *model(obs))]
             if not torch.stack(checked).all():  # only here, as looking makes a GPU wait

@@ -1,7 +1,7 @@
 """Wall-clock time and steps that batch PPO needs for a score, against the number of simulators (ChainerRL, 2018).
 
     python benchmarks/simulators.py --env-id CartPole-v1 --goal 475 --out results/ppo_simulators_cartpole
-    python benchmarks/simulators.py --env-id Hopper-v5 --goal 1500 --max-steps 1_000_000 --out results/ppo_...
+    python benchmarks/simulators.py --env-id Hopper-v5 --goal 1500 --max-steps 1_000_000 --out results/ppo_simulators
 
 The goal is a mean return of the last 100 training episodes. N·T stays the same for every N. Runs follow one another,
 alone on the machine; writes OUT.csv and OUT.png, with NaN for a run that ends before it gets there.
@@ -60,9 +60,11 @@ def to_goal(args: Args, n_envs: int, seed: int) -> tuple[float, float]:
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             flags = ["--env-id", args.env_id, "--n-envs", str(n_envs), "--seed", str(seed)]
-            ppo_batch.main([*flags, "--total-steps", str(args.max_steps), "--run-dir", f"{folder}/run"])
+            status = ppo_batch.main([*flags, "--total-steps", str(args.max_steps), "--run-dir", f"{folder}/run"])
     finally:
         ppo_batch.Run = original
+    if status and not reached:  # a failure, which has been told, is no measurement
+        sys.exit(status)
     return reached[0] if reached else (float("nan"), float("nan"))
 
 

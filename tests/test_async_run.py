@@ -34,6 +34,7 @@ from tests.paac_envs import Bandit
 from tests.test_paac_run import (
     ENDLESS,
     alive,
+    check_files,
     checkpoint,
     descendants,
     is_helper,
@@ -160,9 +161,7 @@ def test_run_directory_and_summary(trainer: ModuleType, finished: Callable[[Modu
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run_dir = finished(trainer)
-    names = {path.name for path in run_dir.iterdir()}
-    events = {name for name in names if name.startswith("events.out.tfevents")}
-    assert len(events) == 1 and names - events == {"args.json", "checkpoint.pt", "summary.json"}
+    check_files(run_dir)
 
     args = json.loads((run_dir / "args.json").read_text())
     expected = {"seed": 9, "total_steps": 200, "preset": "vector", "arch": "mlp", "n_processes": 1, "gamma": 0.99}
@@ -519,6 +518,23 @@ def test_checkpoint_of_a_consistent_state(tmp_path: Path, monkeypatch: pytest.Mo
     assert run(async_q, *flags, "--total-steps", "4000", "--target-interval", "7", "--checkpoint-interval", "500") == 0
     assert len([step for step in steps if 0 < step < 4000]) >= 2 and steps[-1] >= 4000
     assert checkpoint(tmp_path / "r")["step"] == steps[-1]
+
+
+def fall_at_the_end(worker: Worker) -> None:
+    while worker.go_on():
+        worker.count_step(0.0, False)
+    raise ValueError("too late")
+
+
+def test_death_after_the_last_step_is_told_and_replaces_nobody() -> None:
+    told = []
+    run = SimpleNamespace(stopped=False, count_update=lambda step, scalars: None, event=told.append)
+    with Team(fall_at_the_end, (), 2, 50) as team:
+        started = list(team.processes)
+        team.watch(run)
+        assert team.processes == started
+    assert [line.split(":")[0] for line in told] == [f"actor-learner {i} died at the end" for i in (0, 1)]
+    assert all("ValueError: too late" in line for line in told)
 
 
 @pytest.mark.parametrize(("states", "seconds"), [(["dead"], 0), (["dead", "parked"], 0), (["hangs", "parked"], 10)])

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -145,15 +146,19 @@ def script(*flags: Any, name: str = "paac") -> Iterator[subprocess.Popen]:
 # ---------------------------------------------------------------------------------------------- run directory
 
 
+def check_files(run_dir: Path) -> None:
+    """A finished run leaves these four files and no other."""
+    names = sorted(re.sub(r"tfevents.*", "tfevents", path.name) for path in run_dir.iterdir())
+    assert names == ["args.json", "checkpoint.pt", "events.out.tfevents", "summary.json"]
+
+
 def test_run_directory_and_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paac, "Run", functools.partial(paac.Run, log_interval=2))
     flags = ["--n-workers", "0", *SMALL, "--total-steps", "200", "--eval-episodes", "3", "--seed", "9"]
     assert run("--env-id", "tests.paac_envs:Bandit-v0", *flags) == 0
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert run_dir.name.startswith("tests.paac_envs-Bandit-v0__paac__9__")
-    names = {path.name for path in run_dir.iterdir()}
-    events = {name for name in names if name.startswith("events.out.tfevents")}
-    assert len(events) == 1 and names - events == {"args.json", "checkpoint.pt", "summary.json"}
+    check_files(run_dir)
 
     args = json.loads((run_dir / "args.json").read_text())
     assert (args["seed"], args["n_envs"], args["total_steps"], args["preset"]) == (9, 4, 200, "vector")
@@ -629,6 +634,17 @@ def test_refused(refused: Callable[..., str], flags: list[str], named: list[str]
 )
 def test_refused_by_type(refused: Callable[..., str], flags: list[str], named: str) -> None:
     assert named in refused("--env-id", "tests.paac_envs:Bandit-v0", *flags)
+
+
+@pytest.mark.parametrize(("flags", "named"), [([], "CartPole-v1: no"), (["--record"], "CartPole-v1 with --record: no")])
+def test_refused_names_the_flag_that_may_be_to_blame(
+    flags: list[str], named: str, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise ValueError("no")
+
+    monkeypatch.setattr(common.run, "make_env", fail)
+    assert f"--env-id {named}" in refused("--env-id", "CartPole-v1", *flags)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is available")

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from common.vec_env import make_vec_env
 from tests import test_async_run, test_paac_run
 from tests.test_paac_run import (
     alive,
+    check_files,
     checkpoint,
     descendants,
     faulty,
@@ -68,14 +70,28 @@ def play(model: ppo_batch.ActorCritic, obs: Tensor) -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------------------------------------- run directory
 
 
+@pytest.mark.parametrize("trainer", [paac, ppo_batch], ids=lambda trainer: trainer.__name__)
+@pytest.mark.parametrize(("observations", "threads"), [("Echo", 1), ("PixelCue", 2)])
+def test_a_small_network_has_one_thread(trainer: ModuleType, observations: str, threads: int, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        flags = ["--n-envs", "2", "--t-max", "2", "--total-steps", "4"]
+        flags += ["--minibatch-size", "4"] if trainer is ppo_batch else []
+        assert (
+            trainer.main(["--env-id", ENV.format(observations), *HERE, *flags, "--run-dir", str(tmp_path / "r")]) == 0
+        )
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_run_directory_and_summary(tmp_path: Path) -> None:
     flags = ["--n-workers", "0", *SMALL, "--total-steps", "120", "--eval-episodes", "3", "--seed", "9"]
     assert run("--env-id", ENV.format("Echo"), *flags, "--anneal-lr", "--learning-rate", "0.01") == 0
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert run_dir.name.startswith("tests.paac_envs-Echo-v0__ppo_batch__9__")
-    names = {path.name for path in run_dir.iterdir()}
-    events = {name for name in names if name.startswith("events.out.tfevents")}
-    assert len(events) == 1 and names - events == {"args.json", "checkpoint.pt", "summary.json"}
+    check_files(run_dir)
 
     args = json.loads((run_dir / "args.json").read_text())
     assert (args["seed"], args["n_envs"], args["total_steps"], args["preset"]) == (9, 4, 120, "vector")
