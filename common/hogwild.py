@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.run import Run, keep_freed_memory, to_float
-from common.vec_env import WorkerError, enter_worker, start_worker
+from common.crew import Crew
+from common.run import Run, to_float
+from common.vec_env import WorkerError
 
 POLL_INTERVAL = 0.05  # seconds between two looks of the parent
 REPORT_INTERVAL = 100  # updates of an actor-learner between two reports of its losses
@@ -53,6 +52,9 @@ class Worker:
         self.counts, self.parked, self.flags = (x.numpy() for x in (self.counts, self.parked, self.flags))
         self.global_step = int(self.counts.sum())
 
+    def when(self) -> str:
+        return f" at step {self.global_step}"
+
     def count_step(self, reward: float, done: bool) -> None:
         """T ← T + 1. Takes the raw reward as well, and tells the parent of an episode that ends."""
         self.counts[self.index] += 1
@@ -83,22 +85,7 @@ class Worker:
         self.updates += 1
 
 
-def _work(target: Callable, worker: Worker, arguments: tuple, connection: Any) -> None:
-    enter_worker()
-    keep_freed_memory()
-    worker.connect(connection)
-    try:
-        target(worker, *arguments)
-    except Exception as error:
-        where = f"actor-learner {worker.index} at step {worker.global_step}"
-        with contextlib.suppress(OSError):  # the parent has closed its end already
-            if isinstance(error, FloatingPointError):
-                connection.send(("diverged", f"{where}: {error}"))
-            else:  # WorkerError: an environment's traceback is in it already
-                connection.send(("failed", str(error) if isinstance(error, WorkerError) else traceback.format_exc()))
-
-
-class Team:
+class Team(Crew):
     """The actor-learners, as a context: they end with it.
 
     Args:
@@ -108,40 +95,26 @@ class Team:
     """
 
     def __init__(self, target: Callable, arguments: tuple, n_processes: int, total_steps: int, step: int = 0) -> None:
-        self.target, self.arguments, self.n_processes, self.total_steps = target, arguments, n_processes, total_steps
+        super().__init__("actor-learner", target, arguments, n_processes)
+        self.total_steps = total_steps
         counts, parked = torch.zeros(2, n_processes, dtype=torch.int64).share_memory_()
         counts[0] = step
         flags = torch.tensor([0, 0, step]).share_memory_()
         self.shared = counts, parked, flags
         self.counts, self.parked, self.flags = counts.numpy(), parked.numpy(), flags.numpy()
-        self.pauses = 0
-        self.processes: list[Any] = [None] * n_processes
-        self.connections: list[Any] = [None] * n_processes
-        self.deaths = [deque(maxlen=3) for _ in range(n_processes)]
-        self.causes = [""] * n_processes  # tracebacks of those that could still say why they end
+        self.start_step, self.pauses = step, 0
         self.scalars: dict[str, float] = {}
 
     @property
     def global_step(self) -> int:
         return int(self.counts.sum())
 
-    def __enter__(self) -> Team:
-        step = self.global_step  # the same for all, however long the first ones have been at work by then
-        for index in range(self.n_processes):
-            self._start(index, step)
-        return self
+    def new_member(self, index: int) -> Worker:
+        return Worker(index, *self.shared, self.total_steps, self.start_step)
 
     def __exit__(self, *exception: Any) -> None:
         self._stop()
-        for process, connection in zip(self.processes, self.connections, strict=True):
-            process.kill()
-            process.join()
-            connection.close()
-
-    def _start(self, index: int, step: int) -> None:
-        worker = Worker(index, *self.shared, self.total_steps, step)
-        arguments = (self.target, worker, self.arguments)
-        self.processes[index], self.connections[index] = start_worker(_work, arguments, f"actor-learner-{index}")
+        super().__exit__(*exception)
 
     def watch(self, run: Run) -> None:
         """Follow the actor-learners to the end of training: count, log, save and replace.
@@ -184,25 +157,12 @@ class Team:
                         run.count_episodes(*np.array(content)[:, None])
                     elif kind == "scalars":
                         self.scalars = content[0]
-                    elif kind == "diverged":
-                        raise FloatingPointError(content[0])
                     else:
-                        self.causes[index] = content[0]
+                        self.note_failure(index, kind, content[0])
             except (EOFError, OSError):
                 if self.global_step < self.total_steps and not self.flags[STOP]:
-                    self._replace(index, run)
-
-    def _replace(self, index: int, run: Run) -> None:
-        process, deaths = self.processes[index], self.deaths[index]
-        process.join(timeout=1)
-        cause, self.causes[index] = self.causes[index] or f"exit code {process.exitcode}", ""
-        deaths.append(time.monotonic())
-        if len(deaths) == deaths.maxlen and deaths[-1] - deaths[0] < 60:
-            raise WorkerError(f"actor-learner {index} died three times within a minute:\n{cause}")
-        run.event(f"actor-learner {index} died and is replaced: {cause}")
-        self.connections[index].close()
-        process.kill()  # whatever still keeps it
-        self._start(index, self.global_step)
+                    self.start_step = self.global_step
+                    self.replace(index, run)
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[int]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import a3c
 import async_q
+import common.crew
 import common.hogwild
 import common.run
 import nstep_q
@@ -106,8 +107,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(target: Callable, arguments: tuple, name: str) -> tuple[Here, Here]:
         return (stand_in := Here(target, arguments)), stand_in
 
-    monkeypatch.setattr(common.hogwild, "start_worker", start)
-    monkeypatch.setattr(common.hogwild, "enter_worker", lambda: None)
+    monkeypatch.setattr(common.crew, "start_worker", start)
+    monkeypatch.setattr(common.crew, "enter_worker", lambda: None)
 
 
 def run(trainer: ModuleType, *flags: Any) -> int:
