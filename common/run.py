@@ -145,6 +145,20 @@ def pick_device(name: str) -> torch.device:
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
 
 
+def free_memory(device: str) -> float:
+    """Bytes that may still be allocated on "cpu" or "cuda"; infinite where nothing tells."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    free = [math.inf]
+    with contextlib.suppress(OSError, ValueError):
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    with contextlib.suppress(OSError, ValueError):  # the limit of a container; "max" where there is none
+        group = Path("/sys/fs/cgroup")
+        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return min(free)
+
+
 def keep_freed_memory() -> None:
     """Let glibc keep memory that is freed: it would return it to the system at each step, and page it in again."""
     libc = ctypes.CDLL(None)
@@ -200,7 +214,7 @@ def load_checkpoint(script: str, flag: str, run_dir: str) -> dict:
     if not path.is_file():
         raise UsageError(f"{flag} {run_dir}: it holds no checkpoint.pt")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         writer, keys = checkpoint.get("script"), set(checkpoint)
     except Exception as error:
         raise UsageError(f"{flag} {run_dir}: checkpoint.pt is damaged or not a checkpoint") from error
@@ -306,14 +320,15 @@ class Run:
 
     def count_update(self, step: int, scalars: dict[str, Any]) -> None:
         """Take note of an update; now and then log the scalars, show the progress and write a checkpoint."""
-        self._advance(step)
+        self.advance(step)
         self.updates += 1
         if self.updates % self.log_interval == 0 or step >= self.args.total_steps:
             self._log(scalars)
         if step - self.saved_step >= self.args.checkpoint_interval:
             self.save()
 
-    def _advance(self, step: int) -> None:
+    def advance(self, step: int) -> None:
+        """Take note of steps without an update."""
         self.bar.update(step - self.step)
         self.step = step
 
@@ -346,7 +361,7 @@ class Run:
         with open(temporary, "wb") as file:
             with self.quiet() as step:
                 if step is not None:
-                    self._advance(step)
+                    self.advance(step)
                 state = {"script": self.script, "args": dataclasses.asdict(self.args)}
                 state |= {"step": self.step, "updates": self.updates, "episodes": self.episodes}
                 state |= {"wall_seconds": self.seconds, "returns": list(self.returns)}

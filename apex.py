@@ -1,0 +1,733 @@
+"""Ape-X DQN: many actor processes, one learner, one prioritised replay memory (Horgan et al. 2018).
+
+Every actor plays its own environments ε-greedily with parameters that it fetches now and then, and sends what it saw
+to the replay memory, with priorities from the Q-values that it acted on. The learner draws batches from the memory,
+in proportion to their priorities, and writes new priorities back:
+
+    G_t = R_{t+1} + γ R_{t+2} + γ² R_{t+3} + γ³ Q(S_{t+3}, argmax_a Q(S_{t+3}, a; θ); θ⁻),  cut at the episode's end
+    δ = G_t - Q(S_t, A_t; θ),    Q = V + A - mean_a A
+    P(i) = p_i^0.6 / Σ_k p_k^0.6,    p = |δ|,    w_i = (N P(i))^-0.4 / max_j w_j
+    L = mean of w_i δ_i² / 2 over 512 transitions;    d = ∇L, scaled to a norm of at most 40
+    g ← 0.95 g + 0.05 d²,    m ← 0.95 m + 0.05 d,    θ ← θ - α d / √(g - m² + ε)    (centred RMSProp)
+    θ⁻ ← θ    every 2,500 updates
+    ε_i = 0.4^(1 + 7 i/(N-1))    for environment i of N
+
+    python apex.py                                                  # Pong from pixels
+    python apex.py --env-id CartPole-v1 --total-steps 300_000       # two minutes
+    python apex.py --resume runs/...                                # go on after an interruption
+    python apex.py --evaluate runs/... --record                     # 30 episodes and a GIF
+
+Where the sources differ or are silent, this file reads:
+- an actor has several environments, which share one forward pass; ε is laid out over all environments of all actors,
+  and is 0.4 where there is only one;
+- "400 frames" between two fetches are 100 steps, "50,000" at the start of learning are transitions;
+- initial priorities use max_a Q of the actor's own θ, and the same exponent as later ones; |δ| + 1e-6 is raised to it;
+- the weights are divided by the largest of the batch; one draw comes from each of 512 equal parts of the total;
+- half the squared error, no Huber loss; initial weights are PyTorch's own, U(±1/√fan_in); no gradient is rescaled;
+- more than the capacity is tolerated until the next removal, every 100 updates, of the oldest transitions of all;
+  each environment has a share of the memory of its own, with 4% to spare, beyond which its own oldest go at once;
+- an evaluated episode is played with ε = 0.001 on Atari and greedily elsewhere; the paper does not say.
+Departures: a time limit does not cut the return, it bootstraps from the final observation; losing a life does not end
+an episode; 0 to 30 no-ops; frames lie in the memory once and uncompressed, where the paper has PNGs; batches are
+drawn when they are needed, not ahead. `--replay-ratio` holds learner and actors to a ratio, which the paper leaves to
+the machine (0.78 with 360 actors). The paper has no vectors: the MLP and the preset `vector` are ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import json
+import math
+import sys
+import warnings
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from torch import Tensor, nn
+
+from common.actors import Actors, Chunk, Fields, Link
+from common.atari import STACK, is_atari
+from common.run import (
+    Policy,
+    Run,
+    UsageError,
+    check_env,
+    check_range,
+    env_seed,
+    evaluate_run,
+    free_memory,
+    keep_freed_memory,
+    load_part,
+    make_run_dir,
+    n_cores,
+    pick_device,
+    read_flags,
+    read_run,
+)
+from common.sum_tree import SumTree
+from common.vec_env import WorkerError, find_spec, make_vec_env
+
+SCRIPT = "apex"
+SPARE = 1.04  # room of the replay memory per transition of its capacity, which is exceeded between two removals
+
+# Which constants hold for which kind of task: what differs from Args, which has the Atari ones.
+PRESETS: dict[str, dict[str, Any]] = {
+    "atari": {},
+    # Vectors, ours: rewards of any size, and tasks that are learned in minutes on any number of cores.
+    "vector": {
+        "total_steps": 500_000,
+        "envs_per_actor": 8,
+        "capacity": 100_000,
+        "learning_starts": 1_000,
+        "batch_size": 128,
+        "replay_ratio": 8.0,
+        "target_interval": 500,
+        "learning_rate": 5e-4,
+        "eval_epsilon": 0.0,
+        "clip_rewards": False,
+        "reward_scale": 0.1,
+    },
+}
+
+
+@dataclass
+class Args:
+    env_id: str = "PongNoFrameskip-v4"
+    """any Gymnasium id, `module:Id` included"""
+    env_kwargs: str = "{}"
+    """JSON: keyword arguments for the environment"""
+    preset: Literal["auto", "atari", "vector"] = "auto"
+    """constants of the algorithm, see PRESETS; auto: atari for images, else vector"""
+    total_steps: int = 50_000_000
+    """agent steps of all environments together; 1 step = 1 action = 4 frames on Atari"""
+    seed: int = 1
+    """of environments, initial parameters, actions and draws; runs differ even so, as processes race"""
+    run_dir: str | None = None
+    """must not exist yet; None: runs/<env-id>__<script>__<seed>__<time>"""
+    checkpoint_interval: int = 250_000
+    """agent steps between checkpoints"""
+    resume: str | None = None
+    """run directory to go on from, with new episodes; flags given beside it override the run's own"""
+    evaluate: str | None = None
+    """run directory to evaluate; trains nothing"""
+    eval_episodes: int = 30
+    """episodes to evaluate when training ends, all in parallel; 0: none"""
+    record: bool = False
+    """write agent.gif of one more episode into the run directory"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where the learner's network is; auto: CUDA where there is any. Actors are on the CPU"""
+
+    n_actors: int | None = None
+    """actor processes; None: one a core but one with CUDA, half the cores without"""
+    envs_per_actor: int = 16
+    """environments that each actor steps together"""
+    arch: Literal["auto", "nature", "mlp"] = "auto"
+    """network; auto: nature for images, mlp for vectors"""
+    n_step: int = 3
+    """n, rewards in a return"""
+    gamma: float = 0.99
+    """γ, discount per step"""
+    epsilon: float = 0.4
+    """ε of ε_i"""
+    epsilon_alpha: float = 7.0
+    """α of ε_i"""
+    eval_epsilon: float = 0.001
+    """ε of evaluation"""
+    chunk_size: int = 50
+    """B, transitions of an environment that an actor sends at once"""
+    fetch_interval: int = 100
+    """steps of each environment between two fetches of parameters"""
+    capacity: int | None = None
+    """transitions in the replay memory; None: two million, or as many as fit into four fifths of the free memory"""
+    replay_device: Literal["cpu", "cuda"] = "cpu"
+    """where the frames of the replay memory are"""
+    save_replay: bool = False
+    """put the replay memory into the checkpoints; without it a resumed run fills it anew before it learns"""
+    learning_starts: int = 50_000
+    """transitions in the replay memory before the first update"""
+    trim_interval: int = 100
+    """updates between two removals of what exceeds the capacity"""
+    replay_ratio: float | None = None
+    """samples learned per transition added, to which learner and actors are held; None: both run free"""
+    priority_alpha: float = 0.6
+    """exponent of the priorities"""
+    priority_beta: float = 0.4
+    """exponent of the importance weights"""
+    priority_eps: float = 1e-6
+    """added to |δ|"""
+    batch_size: int = 512
+    """transitions an update"""
+    target_interval: int = 2_500
+    """updates between two copies of θ to θ⁻"""
+    learning_rate: float = 6.25e-5
+    """α"""
+    max_grad_norm: float = 40.0
+    """threshold of the global gradient norm"""
+    rms_decay: float = 0.95
+    """decay of RMSProp's averages g and m per update"""
+    rms_eps: float = 1.5e-7
+    """ε inside RMSProp's root"""
+    clip_rewards: bool = True
+    """learn from rewards clipped to [-1, 1]"""
+    reward_scale: float = 1.0
+    """learn from rewards times this, where they are not clipped"""
+
+
+# ---------------------------------------------------------------------------------------------------- network
+
+
+def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[nn.Module]:
+    return [nn.Conv2d(in_channels, out_channels, kernel, stride), nn.ReLU(inplace=True)]
+
+
+class QNetwork(nn.Module):
+    """Q(s, ·; θ), dueling: V(s) and the advantages A(s, ·) are two streams that share a trunk (Wang et al. 2016)."""
+
+    def __init__(self, observation_space: spaces.Box, action_space: spaces.Discrete, arch: str) -> None:
+        super().__init__()
+        if arch == "nature":  # (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7
+            layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1), nn.Flatten()]
+            self.trunk = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster on CPU
+            n_features, n_hidden = 3136, 512
+        else:  # (n, d) → 256
+            n_features = n_hidden = 256
+            self.trunk = nn.Sequential(nn.Linear(observation_space.shape[0], n_features), nn.ReLU(inplace=True))
+
+        def stream(n_outputs: int) -> nn.Module:
+            hidden = nn.Linear(n_features, n_hidden)
+            return nn.Sequential(hidden, nn.ReLU(inplace=True), nn.Linear(n_hidden, n_outputs))
+
+        self.value, self.advantages = stream(1), stream(int(action_space.n))
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """(n, 4, 84, 84) uint8 or (n, d) float → (n, n_actions)."""
+        if obs.dtype == torch.uint8:
+            obs = obs.contiguous(memory_format=torch.channels_last).float().div_(255)
+        features = self.trunk(obs)
+        advantages = self.advantages(features)
+        return self.value(features) + advantages - advantages.mean(1, keepdim=True)
+
+
+# ------------------------------------------------------------------------------------------------ mathematics
+
+
+def epsilon_of(args: Any, index: int, n: int) -> float:
+    """ε_i = ε^(1 + α i/(N-1)) of environment i of N, constant in time (sec. 4.1); ε where N is 1."""
+    return args.epsilon ** (1 + args.epsilon_alpha * index / max(n - 1, 1))
+
+
+def epsilon_greedy(q_values: Tensor, epsilon: float) -> Tensor:
+    """For each row of Q-values, (n, n_actions), the best action, or with probability ε any; (n,)."""
+    random = torch.randint(q_values.shape[1], (len(q_values),))
+    return torch.where(torch.rand(len(q_values)) < epsilon, random, q_values.argmax(1))
+
+
+def n_step_transitions(
+    rewards: np.ndarray, terminated: np.ndarray, acted: np.ndarray, n_step: int, gamma: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What follows each of the first m of m + n positions of an environment, whose episodes follow one another.
+
+    Args:
+        rewards: (m + n,) of the action at each position.
+        terminated: (m + n,) whether that action ended the episode.
+        acted: (m + n,) False at the final observation of a truncated episode, which has a position of its own.
+
+    Returns:
+        Σ_k γ^k R_{t+k+1} over up to n rewards; what Q of the state after them counts: γ^k, 0 where the episode has
+        terminated; and how many positions later that state is. (m,) each.
+    """
+    m = len(rewards) - n_step
+    returns, going = np.zeros(m, np.float32), acted[:m].copy()
+    discounts, offsets = np.full(m, gamma**n_step, np.float32), np.full(m, n_step)
+    for k in range(n_step):
+        returns += gamma**k * rewards[k : k + m] * going
+        ended = going & terminated[k : k + m]
+        cut = going & ~ended & ~acted[k + 1 : k + 1 + m]
+        discounts[ended], offsets[ended] = 0, 0
+        discounts[cut], offsets[cut] = gamma ** (k + 1), k + 1
+        going &= ~(ended | cut)
+    return returns, discounts, offsets
+
+
+def double_q_targets(returns: Tensor, discounts: Tensor, next_q_values: Tensor, next_target_q_values: Tensor) -> Tensor:
+    """G = return + discount Q(S', argmax_a Q(S', a; θ); θ⁻) (sec. 3.1), (n,); Q-values (n, n_actions)."""
+    best = next_q_values.argmax(1, keepdim=True)
+    return returns + discounts * next_target_q_values.gather(1, best).squeeze(1)
+
+
+def importance_weights(probabilities: np.ndarray, size: int, beta: float) -> np.ndarray:
+    """w = (N P)^-β, divided by the largest of the batch, (n,)."""
+    weights = (size * probabilities) ** -beta
+    return (weights / weights.max()).astype(np.float32)
+
+
+class CentredRMSProp(torch.optim.Optimizer):
+    """g ← decay g + (1 - decay) d²; m ← decay m + (1 - decay) d; θ ← θ - lr d / √(g - m² + eps).
+
+    torch.optim.RMSprop has eps outside the root. g - m² is a variance; rounding may leave it below zero.
+    """
+
+    def __init__(self, params: Any, lr: float, decay: float, eps: float) -> None:
+        super().__init__(params, {"lr": lr, "decay": decay, "eps": eps})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["square"], self.state[p]["mean"] = torch.zeros_like(p), torch.zeros_like(p)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            grads, states = [p.grad for p in params], [self.state[p] for p in params]
+            squares, means = [state["square"] for state in states], [state["mean"] for state in states]
+            torch._foreach_mul_(squares, group["decay"])
+            torch._foreach_addcmul_(squares, grads, grads, 1 - group["decay"])
+            torch._foreach_mul_(means, group["decay"])
+            torch._foreach_add_(means, grads, alpha=1 - group["decay"])
+            roots = torch._foreach_addcmul(squares, means, means, -1)
+            torch._foreach_clamp_min_(roots, 0.0)
+            torch._foreach_add_(roots, group["eps"])
+            torch._foreach_sqrt_(roots)
+            torch._foreach_addcdiv_(params, grads, roots, -group["lr"])
+
+
+# ------------------------------------------------------------------------------------------------------ actor
+
+
+def frame_space(space: spaces.Box) -> tuple[tuple[int, ...], type]:
+    """Shape and dtype of what one step adds to the replay memory: the newest of 4 pictures, or the whole vector."""
+    return (space.shape[1:], np.uint8) if len(space.shape) == 3 else (space.shape, np.float32)
+
+
+def chunk_fields(space: spaces.Box, chunk_size: int) -> Fields:
+    """What an actor sends: B frames with their ages, and the B transitions that they complete, n positions earlier.
+
+    An age is the number of frames of the same episode before it, 3 at most. `acted` is False where there is no
+    transition: at the final observation of a truncated episode, and before the first of all.
+    """
+    names = {"returns": np.float32, "discounts": np.float32, "errors": np.float32, "actions": np.int32}
+    names |= {"offsets": np.uint8, "acted": np.bool_, "ages": np.uint8}
+    shape, dtype = frame_space(space)
+    fields = {name: ((chunk_size,), kind) for name, kind in names.items()}
+    return {"frames": ((chunk_size, *shape), dtype)} | fields
+
+
+class LocalBuffer:
+    """The last positions of one environment: gives a chunk as soon as B transitions are complete."""
+
+    def __init__(self, space: spaces.Box, args: Args) -> None:
+        self.n_step, self.gamma, self.chunk_size = args.n_step, args.gamma, args.chunk_size
+        shape, dtype = frame_space(space)
+        room = self.n_step + self.chunk_size
+        self.frames = np.zeros((room, *shape), dtype)
+        self.ages = np.zeros(room, np.uint8)
+        self.actions, self.rewards = np.zeros(room, np.int32), np.zeros(room, np.float32)
+        self.terminated, self.acted = np.zeros(room, np.bool_), np.zeros(room, np.bool_)
+        self.q_taken, self.q_max = np.zeros(room, np.float32), np.zeros(room, np.float32)
+        self.count = self.n_step  # nothing has been done before the first position
+
+    def add(
+        self,
+        frame: np.ndarray,
+        age: int,
+        q_max: float,
+        action: int = 0,
+        q_taken: float = 0.0,
+        reward: float = 0.0,
+        terminated: bool = False,
+        acted: bool = True,
+    ) -> Chunk | None:
+        """Add S_t, max_a Q(S_t, a), A_t, Q(S_t, A_t) and R_{t+1}; the chunk that is complete with it, if one is."""
+        i = self.count
+        self.frames[i], self.ages[i], self.q_max[i] = frame, age, q_max
+        self.actions[i], self.q_taken[i], self.rewards[i] = action, q_taken, reward
+        self.terminated[i], self.acted[i] = terminated, acted
+        self.count += 1
+        return self._chunk() if self.count == len(self.ages) else None
+
+    def _chunk(self) -> Chunk:
+        n, m = self.n_step, self.chunk_size
+        returns, discounts, offsets = n_step_transitions(self.rewards, self.terminated, self.acted, n, self.gamma)
+        errors = returns + discounts * self.q_max[np.arange(m) + offsets] - self.q_taken[:m]
+        chunk = {"frames": self.frames[n:].copy(), "ages": self.ages[n:].copy(), "acted": self.acted[:m].copy()}
+        chunk |= {"returns": returns, "discounts": discounts, "offsets": offsets, "errors": errors}
+        chunk |= {"actions": self.actions[:m].copy()}
+        for array in (self.actions, self.rewards, self.terminated, self.acted, self.q_taken, self.q_max):
+            array[:n] = array[m:].copy()  # transitions that wait for what comes
+        self.count = n
+        return chunk
+
+
+def actor(link: Link, args: Args) -> None:
+    """Algorithm 1: acts until it is ended.
+
+    Raises: WorkerError: the environment failed.
+    """
+    n, index = args.envs_per_actor, link.index
+    torch.manual_seed(env_seed(args.seed, link.start, index))
+    envs = make_vec_env(args.env_id, n, int(is_atari(find_spec(args.env_id))), json.loads(args.env_kwargs))
+    envs = RecordEpisodeStatistics(envs)
+    space = envs.single_observation_space
+    model = QNetwork(space, envs.single_action_space, args.arch)
+    streams = range(index * n, index * n + n)  # which of all environments these are
+    epsilons = torch.tensor([epsilon_of(args, i, n * args.n_actors) for i in streams])
+    buffers = [LocalBuffer(space, args) for _ in streams]
+    newest = (slice(None), -1) if len(space.shape) == 3 else slice(None)
+    obs, ages = envs.reset(seed=env_seed(args.seed, link.start, index, 1))[0], np.zeros(n, np.uint8)
+    for t in itertools.count():
+        if t % args.fetch_interval == 0:
+            link.request()
+        link.fetch(model)
+        with torch.no_grad():
+            q_values = model(torch.from_numpy(obs))
+        actions = epsilon_greedy(q_values, epsilons)
+        q_taken, q_max = q_values.gather(1, actions[:, None])[:, 0].numpy(), q_values.amax(1).numpy()
+        next_obs, rewards, terminated, truncated, info = envs.step(actions.numpy())
+        r = np.clip(rewards, -1, 1) if args.clip_rewards else rewards * args.reward_scale
+        done, frames, next_ages = terminated | truncated, obs[newest], np.minimum(ages + 1, STACK - 1)
+        for i, (stream, buffer) in enumerate(zip(streams, buffers, strict=True)):
+            taken = actions[i], q_taken[i], r[i], terminated[i]
+            if chunk := buffer.add(frames[i], ages[i], q_max[i], *taken):
+                link.send(stream, chunk)
+            if truncated[i] and not terminated[i]:  # the return goes on with Q of the final observation
+                final_obs = info["final_obs"][i][None]
+                with torch.no_grad():
+                    final_q = model(torch.from_numpy(final_obs)).max().item()
+                if chunk := buffer.add(final_obs[newest][0], next_ages[i], final_q, acted=False):
+                    link.send(stream, chunk)
+        for i in np.flatnonzero(done):
+            link.report(info["episode"]["r"][i], info["episode"]["l"][i])
+        obs, ages = next_obs, np.where(done, 0, next_ages).astype(np.uint8)
+
+
+# ----------------------------------------------------------------------------------------------------- replay
+
+
+class Batch(NamedTuple):
+    """Transitions from the replay memory, n of each."""
+
+    indices: np.ndarray
+    positions: np.ndarray
+    obs: Tensor
+    actions: Tensor
+    returns: Tensor
+    discounts: Tensor
+    next_obs: Tensor
+    weights: Tensor
+
+
+class Replay:
+    """Prioritised replay memory in which every frame lies once (sec. 3).
+
+    Each environment, or stream, has a ring of `length` positions, which follow one another in time; stacks of frames
+    are made when they are drawn. A transition that is gone has priority zero.
+    """
+
+    def __init__(self, space: spaces.Box, args: Args, device: torch.device) -> None:
+        self.args, self.device = args, device
+        self.n_streams, self.length = args.n_actors * args.envs_per_actor, ring_length(args)
+        room = self.n_streams * self.length
+        shape, dtype = frame_space(space)
+        self.stack = STACK if len(space.shape) == 3 else 1
+        dtype = torch.uint8 if dtype is np.uint8 else torch.float32
+        self.frames = torch.zeros((room, *shape), dtype=dtype, device=args.replay_device)
+        fields = chunk_fields(space, room)
+        self.columns = {
+            name: np.zeros(*fields[name]) for name in ("ages", "actions", "returns", "discounts", "offsets")
+        }
+        self.tree = SumTree(room, env_seed(args.seed, 0, 3))
+        self.written = np.zeros(self.n_streams, np.int64)  # positions of each stream, ever
+        self.oldest = np.zeros(self.n_streams, np.int64)  # the first position whose transition is still there
+        self.arrivals: deque[tuple[int, int]] = deque()  # of chunks in their order: the stream and where it ends
+        self.size = 0  # transitions
+
+    def add(self, stream: int, chunk: Chunk) -> int:
+        """Take a chunk and return how many transitions it has. It is never refused: a full ring forgets its oldest."""
+        first, n = int(self.written[stream]), self.args.n_step
+        end = self.written[stream] = first + len(chunk["ages"])
+        self._evict(stream, end - self.length + self.stack - 1)  # transitions whose frames are overwritten
+        new = self._indices(stream, np.arange(first, end))
+        where = torch.from_numpy(new).to(self.frames.device)
+        self.frames.index_copy_(0, where, torch.from_numpy(chunk["frames"]).to(self.frames.device))
+        self.columns["ages"][new] = chunk["ages"]
+        complete = slice(max(0, n - first), None)  # the first chunk begins before the first position
+        old = self._indices(stream, np.arange(first - n, end - n)[complete])
+        for name in ("actions", "returns", "discounts", "offsets"):
+            self.columns[name][old] = chunk[name][complete]
+        acted = chunk["acted"][complete]
+        self.tree.update(old, np.where(acted, self._priorities(chunk["errors"][complete]), 0.0))
+        self.arrivals.append((stream, end - n))
+        self.size += int(acted.sum())
+        return int(acted.sum())
+
+    def _priorities(self, errors: np.ndarray) -> np.ndarray:
+        """p^α with p = |δ| + ε, for the errors of actors and learner alike."""
+        return (np.abs(errors) + self.args.priority_eps) ** self.args.priority_alpha
+
+    def _indices(self, stream: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
+        return stream * self.length + positions % self.length
+
+    def _evict(self, stream: int, until: int) -> None:
+        """Forget the transitions of a stream before position `until`."""
+        if until > self.oldest[stream]:
+            indices = self._indices(stream, np.arange(self.oldest[stream], until))
+            self.size -= np.count_nonzero(self.tree[indices])
+            self.tree.update(indices, np.zeros(len(indices)))
+            self.oldest[stream] = until
+
+    def trim(self) -> None:
+        """Forget the oldest chunks of all streams until the capacity is kept: first in, first out."""
+        while self.arrivals and self.size > self.args.capacity:
+            self._evict(*self.arrivals.popleft())
+
+    def sample(self) -> Batch:
+        """Draw a batch of transitions, in proportion to their priorities."""
+        indices, probabilities = self.tree.sample(self.args.batch_size)
+        streams, place = np.divmod(indices, self.length)
+        # the newest position that has this place in the ring, which is not one of those still to be written
+        last = self.written[streams] - 1
+        positions = last - (last - place) % self.length
+        following = positions + self.columns["offsets"][indices]
+        weights = importance_weights(probabilities, self.size, self.args.priority_beta)
+        columns = [self.columns[name][indices] for name in ("actions", "returns", "discounts")]
+        actions, returns, discounts, weights = (torch.from_numpy(x).to(self.device) for x in (*columns, weights))
+        obs, next_obs = self.observations(streams, positions), self.observations(streams, following)
+        return Batch(indices, positions, obs, actions.long(), returns, discounts, next_obs, weights)
+
+    def observations(self, streams: np.ndarray, positions: np.ndarray) -> Tensor:
+        """What the actor saw at these positions, (n, 4, 84, 84) uint8 or (n, d) float32, on the learner's device."""
+        ages = self.columns["ages"][self._indices(streams, positions)]
+        if self.stack == 1:
+            return self._take(self._indices(streams, positions))
+        back = np.arange(self.stack - 1, -1, -1)  # an older frame first
+        frames = self._take(self._indices(streams[:, None], positions[:, None] - back))
+        missing = [torch.from_numpy(x).to(self.device) for x in np.nonzero(back > ages[:, None])]
+        frames[missing] = 0  # before the episode's first frame
+        return frames
+
+    def _take(self, indices: np.ndarray) -> Tensor:
+        taken = self.frames[torch.from_numpy(indices).to(self.frames.device)]
+        return taken.to(self.device, non_blocking=True)
+
+    def set_priorities(self, batch: Batch, errors: np.ndarray) -> None:
+        """Write the priorities of a batch back, but for transitions that are gone by now."""
+        there = batch.positions >= self.oldest[batch.indices // self.length]
+        self.tree.update(batch.indices[there], self._priorities(errors[there]))
+
+    def state_dict(self) -> dict[str, Any]:
+        used = min(int(self.written.max()), self.length)
+        frames = self.frames.unflatten(0, (self.n_streams, self.length))
+        frames = frames[:, :used].clone() if used < self.length // 2 else frames
+        arrays = {name: torch.from_numpy(array) for name, array in self.columns.items()}
+        arrays |= {"priorities": torch.from_numpy(self.tree[np.arange(self.tree.capacity)])}
+        arrays |= {"written": torch.from_numpy(self.written), "oldest": torch.from_numpy(self.oldest)}
+        return {"frames": frames, **arrays, "arrivals": list(self.arrivals), "size": self.size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError: the state is that of a memory of another shape."""
+        if len(state["priorities"]) != self.tree.capacity or len(state["written"]) != self.n_streams:
+            raise ValueError("a replay memory of another shape")
+        frames = state["frames"]
+        self.frames.unflatten(0, (self.n_streams, self.length))[:, : frames.shape[1]] = frames
+        for name, array in self.columns.items():
+            array[:] = state[name].numpy()
+        self.tree.update(np.arange(self.tree.capacity), state["priorities"].numpy())
+        self.written[:], self.oldest[:] = state["written"].numpy(), state["oldest"].numpy()
+        self.arrivals, self.size = deque(map(tuple, state["arrivals"])), state["size"]
+
+
+def ring_length(args: Args) -> int:
+    """Positions of each environment in the replay memory."""
+    return math.ceil(SPARE * args.capacity / (args.n_actors * args.envs_per_actor))
+
+
+def replay_bytes(space: spaces.Box, args: Args) -> int:
+    """Memory that the replay memory needs when it is full."""
+    shape, dtype = frame_space(space)
+    room = args.n_actors * args.envs_per_actor * ring_length(args)
+    return room * (math.prod(shape) * np.dtype(dtype).itemsize + 14) + (2 << (room - 1).bit_length()) * 8
+
+
+# -------------------------------------------------------------------------------------------------- training
+
+
+def update(
+    model: QNetwork, target_model: QNetwork, optimizer: CentredRMSProp, batch: Batch, max_grad_norm: float
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """One update of Algorithm 2: the errors δ before it, (n,), and the scalars to log.
+
+    Raises: FloatingPointError: an error or the gradient is not finite.
+    """
+    with torch.no_grad():
+        next_q_values = model(batch.next_obs)
+        targets = double_q_targets(batch.returns, batch.discounts, next_q_values, target_model(batch.next_obs))
+    q_values = model(batch.obs).gather(1, batch.actions[:, None]).squeeze(1)
+    errors = targets - q_values
+    loss = (batch.weights * errors.square() / 2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    numbers = torch.cat([errors.detach(), grad_norm[None]]).cpu().numpy()  # the one look of the host at the device
+    if not np.isfinite(numbers).all():
+        raise FloatingPointError(f"the norm of the gradient is {numbers[-1]}, the largest error {numbers[:-1].max()}")
+    optimizer.step()
+    return numbers[:-1], {"losses/value_loss": loss, "losses/grad_norm": grad_norm, "losses/q_value": q_values}
+
+
+def train(args: Args, checkpoint: dict | None = None) -> int:
+    """Algorithm 2, the learner, and around it the actors. Returns the exit status.
+
+    Raises: WorkerError: an actor died three times within a minute. FloatingPointError: see `update`.
+    """
+    device = pick_device(args.device)
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(1 if args.arch == "mlp" else max(1, n_cores() - args.n_actors))
+    env = check_env(args)
+    space = env.observation_space
+    model = QNetwork(space, env.action_space, args.arch).to(device)
+    target_model = copy.deepcopy(model)  # θ⁻
+    parameters = list(model.parameters())
+    optimizer = CentredRMSProp(parameters, args.learning_rate, args.rms_decay, args.rms_eps)
+    print(f"replay memory: {args.capacity:,} transitions, {replay_bytes(space, args) / 1e9:.1f} GB when it is full")
+    replay = Replay(space, args, device)
+    parts = {"model": model, "target_model": target_model, "optimizer": optimizer}
+    parts |= {"replay": replay} if args.save_replay else {}
+    fields, n_slots = chunk_fields(space, args.chunk_size), 2 * args.envs_per_actor
+    n_parameters = sum(p.numel() for p in parameters)
+    start = checkpoint["step"] if checkpoint else 0
+    actors = Actors(actor, (args,), args.n_actors, fields, n_slots, n_parameters, start)
+    ratio, added, learned = args.replay_ratio, 0, 0  # the last two: transitions since learning began
+    with Run(SCRIPT, args, parts, functools.partial(make_policy, model, args.eval_epsilon), checkpoint) as run:
+        step = run.step
+        actors.publish(parameters)
+        with actors:
+            while step < args.total_steps and not run.stopped:
+                learning = replay.size >= args.learning_starts
+                owed = ratio is not None and ratio * added - learned >= args.batch_size
+                if not (learning and owed):
+                    for stream, chunk in actors.receive(run, timeout=0.0 if learning and ratio is None else 0.1):
+                        n_added = replay.add(stream, chunk)
+                        step, added = step + n_added, added + learning * n_added
+                    run.advance(step)
+                actors.publish(parameters)
+                if not learning or not (owed or ratio is None):
+                    continue
+                batch = replay.sample()
+                errors, scalars = update(model, target_model, optimizer, batch, args.max_grad_norm)
+                replay.set_priorities(batch, errors)
+                learned += args.batch_size
+                if (run.updates + 1) % args.trim_interval == 0:
+                    replay.trim()
+                if (run.updates + 1) % args.target_interval == 0:
+                    target_model.load_state_dict(model.state_dict())  # θ⁻ ← θ
+                scalars |= {"charts/replay_ratio": learned / max(added, 1), "charts/replay_size": replay.size}
+                run.count_update(step, scalars | {"charts/updates": run.updates + 1})
+    return run.exit_status
+
+
+def make_policy(model: QNetwork, epsilon: float) -> Policy:
+    """How evaluation plays: ε-greedily."""
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> np.ndarray:
+        q_values = model(torch.from_numpy(obs).to(next(model.parameters()).device)).cpu()
+        return epsilon_greedy(q_values, epsilon).numpy()
+
+    return policy
+
+
+# ------------------------------------------------------------------------------------------------------- main
+
+
+def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
+    """The arguments, complete and checked, and the checkpoint that --resume or --evaluate names.
+
+    Raises:
+        UsageError: an argument that cannot work. Nothing has been started or written by then.
+    """
+    args, checkpoint = read_flags(argv, Args(), __doc__), None
+    if args.resume or args.evaluate:
+        args, checkpoint = read_run(SCRIPT, argv, args, fixed=("preset", "arch"))
+    device = pick_device(args.device)  # or refuse it
+    env = check_env(args)
+    if not isinstance(env.action_space, spaces.Discrete):
+        raise UsageError(f"--env-id {args.env_id}: Q-learning needs Discrete actions, it has {env.action_space}")
+    images = len(env.observation_space.shape) == 3
+    if checkpoint is None:
+        preset = args.preset
+        if preset == "auto":
+            preset = "atari" if images else "vector"
+        args = read_flags(argv, Args(**PRESETS[preset]), __doc__)
+        args.preset = preset
+    if args.arch == "auto":
+        args.arch = "nature" if images else "mlp"
+    if (args.arch == "mlp") == images:
+        raise UsageError(f"--arch {args.arch} does not fit the observations of {args.env_id}: {env.observation_space}")
+    if args.n_actors is None:
+        args.n_actors = max(1, n_cores() - 1 if device.type == "cuda" else n_cores() // 2)
+    check_range(args, "total_steps checkpoint_interval n_actors envs_per_actor n_step chunk_size fetch_interval", 1)
+    check_range(args, "learning_starts trim_interval batch_size target_interval", 1)
+    check_range(args, "seed eval_episodes learning_rate max_grad_norm reward_scale epsilon_alpha priority_eps", 0)
+    check_range(args, "rms_eps", 1e-12)
+    check_range(args, "gamma rms_decay epsilon eval_epsilon priority_alpha priority_beta", 0, 1)
+    if args.replay_ratio is not None:
+        check_range(args, "replay_ratio", 1e-3)
+    check_range(args, "chunk_size", args.n_step + STACK)
+    if not args.evaluate:
+        fit_replay(args, env.observation_space)
+    if checkpoint and args.resume and args.save_replay and "replay" not in checkpoint:
+        raise UsageError(f"--save-replay: the checkpoint of {args.resume} has no replay memory")
+    if checkpoint is None:
+        make_run_dir(SCRIPT, args)
+    return args, checkpoint
+
+
+def fit_replay(args: Args, space: spaces.Box) -> None:
+    """Choose --capacity where it is not given.
+
+    Raises:
+        UsageError: it does not fit into the free memory, or is too small for what the flags ask of it.
+    """
+    if args.replay_device == "cuda":
+        pick_device("cuda")
+    free, given, args.capacity = free_memory(args.replay_device), args.capacity, args.capacity or 2_000_000
+    per_transition = replay_bytes(space, args) / args.capacity
+    if given is None:
+        args.capacity = min(args.capacity, int(0.8 * free / per_transition))
+    elif replay_bytes(space, args) > free:
+        need = f"{replay_bytes(space, args) / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
+        raise UsageError(f"--capacity {given}: it needs {need}; --capacity {int(0.9 * free / per_transition)} fits")
+    least = args.n_actors * args.envs_per_actor * 2 * (args.chunk_size + args.n_step + STACK)
+    check_range(args, "capacity", max(least, args.learning_starts, args.batch_size))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    keep_freed_memory()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is wrong with the arguments is said in one line
+            args, checkpoint = parse(argv)
+        if not args.evaluate:
+            return train(args, checkpoint)
+        env = check_env(args)
+        model = QNetwork(env.observation_space, env.action_space, args.arch).to(pick_device(args.device))
+        load_part("model", model, checkpoint)
+        torch.manual_seed(args.seed)
+        evaluate_run(SCRIPT, args, functools.partial(make_policy, model, args.eval_epsilon))
+        return 0
+    except (UsageError, WorkerError, FloatingPointError, OSError) as error:
+        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:  # before training has begun, or while --evaluate plays
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

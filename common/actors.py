@@ -1,0 +1,171 @@
+"""Actor processes that feed one learner (Horgan et al. 2018, sec. 3), and what the two say to each other.
+
+An actor sends chunks of transitions, asks for the newest parameters, and reports episodes; the learner receives and
+publishes. `Link` is the actor's side of that, `Actors` the learner's. Here both are on one machine: chunks and
+parameters lie in shared memory, and pipes carry only a few bytes that say where. Nobody holds a lock, so an actor
+may be killed at any instant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
+from multiprocessing.sharedctypes import RawArray
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from common.crew import Crew
+from common.run import Run
+
+Chunk = dict[str, np.ndarray]
+Fields = dict[str, tuple[tuple[int, ...], Any]]  # of a chunk: name → shape and dtype
+
+
+class Link:
+    """An actor's view of the learner.
+
+    Args:
+        index: of the actor.
+        start: steps of the run when the parent started this process, which its random numbers depend on.
+        fields: of a chunk.
+        memory: room for `n_slots` chunks, shared with the learner.
+        parameters: (n_parameters,) float32 in shared memory, as last published.
+        flags: (1 + n_actors,) int64 in shared memory: the number of the last publication, twice over, odd while it
+            is being written; and how often each actor has asked for one.
+    """
+
+    def __init__(
+        self, index: int, start: int, fields: Fields, memory: Any, n_slots: int, parameters: Any, flags: Any
+    ) -> None:
+        self.index, self.start, self.fields, self.n_slots = index, start, fields, n_slots
+        self.memory, self.parameters, self.flags = memory, parameters, flags
+        self.version, self.free = -1, list(range(n_slots))
+
+    def connect(self, connection: Any) -> None:
+        """Called in the actor's own process."""
+        self.connection = connection
+        self.slots = slot_arrays(self.memory, self.fields, self.n_slots)
+        self.parameters = torch.frombuffer(self.parameters, dtype=torch.float32)
+        self.flags = np.frombuffer(self.flags, np.int64)
+
+    def when(self) -> str:
+        return ""
+
+    def send(self, stream: int, chunk: Chunk) -> None:
+        """Hand a chunk of an environment, the stream, to the learner. Waits while all slots are under way."""
+        while not self.free or self.connection.poll():
+            self.free.append(self.connection.recv())  # the learner has taken what was there
+        slot = self.free.pop()
+        for name, array in self.slots.items():
+            array[slot] = chunk[name]
+        self.connection.send(("chunk", stream, slot))
+
+    def report(self, episode_return: float, length: int) -> None:
+        """Tell the learner of an episode that ended: its raw return and its length in agent steps."""
+        self.connection.send(("episode", float(episode_return), int(length)))
+
+    def request(self) -> None:
+        """Ask for the newest parameters; `fetch` has them as soon as they are there."""
+        self.flags[1 + self.index] += 1
+
+    def fetch(self, module: nn.Module) -> bool:
+        """Load the parameters that were published last; whether they were new."""
+        version = int(self.flags[0])
+        if version == self.version or version % 2:
+            return False
+        copy = self.parameters.clone()
+        if self.flags[0] != version:  # they were written meanwhile: the next call gets them
+            return False
+        nn.utils.vector_to_parameters(copy, module.parameters())
+        self.version = version
+        return True
+
+
+class Actors(Crew):
+    """The actors, as a context: they end with it.
+
+    Args:
+        target: the actor, a function of the top level, called as `target(link, *arguments)`.
+        arguments: what all of them get.
+        fields: of a chunk.
+        n_slots: chunks that an actor may have under way.
+        n_parameters: of the network.
+        start: steps that earlier parts of the run have counted.
+    """
+
+    def __init__(
+        self,
+        target: Callable,
+        arguments: tuple,
+        n_actors: int,
+        fields: Fields,
+        n_slots: int,
+        n_parameters: int,
+        start: int = 0,
+    ) -> None:
+        super().__init__("actor", target, arguments, n_actors)
+        self.fields, self.n_slots, self.start = fields, n_slots, start
+        size = n_slots * sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in fields.values())
+        self.memories = [RawArray("B", size) for _ in range(n_actors)]  # anonymous: no exit of a process can leak it
+        self.raw_parameters, self.raw_flags = RawArray("f", n_parameters), RawArray("q", 1 + n_actors)
+        self.slots = [slot_arrays(memory, fields, n_slots) for memory in self.memories]
+        self.parameters = torch.frombuffer(self.raw_parameters, dtype=torch.float32)
+        self.flags = np.frombuffer(self.raw_flags, np.int64)
+        self.answered = np.full(n_actors, -1)
+
+    def new_member(self, index: int) -> Link:
+        shared = self.memories[index], self.n_slots, self.raw_parameters, self.raw_flags
+        return Link(index, self.start, self.fields, *shared)
+
+    @torch.no_grad()
+    def publish(self, parameters: list[Tensor]) -> None:
+        """Let the actors have these parameters, if one of them has asked for some since the last time."""
+        requests = self.flags[1:].copy()
+        if (requests == self.answered).all():
+            return
+        self.answered = requests
+        self.flags[0] += 1
+        self.parameters.copy_(nn.utils.parameters_to_vector(parameters))
+        self.flags[0] += 1
+
+    def receive(self, run: Run, timeout: float) -> Iterator[tuple[int, Chunk]]:
+        """Streams and chunks that have come, at most `n_slots` of each actor; a chunk is valid until the next one.
+
+        Waits `timeout` seconds for the first. Counts episodes, and replaces an actor that has died.
+
+        Raises:
+            FloatingPointError: a number of an actor is not finite. WorkerError: an actor died three times within a
+                minute.
+        """
+        for connection in wait(self.connections, timeout):
+            index = self.connections.index(connection)
+            try:
+                for _ in range(2 * self.n_slots):  # episodes as well; what is left waits for the next call
+                    if not connection.poll():
+                        break
+                    kind, *content = connection.recv()
+                    if kind == "chunk":
+                        stream, slot = content
+                        yield stream, {name: array[slot] for name, array in self.slots[index].items()}
+                        connection.send(slot)
+                    elif kind == "episode":
+                        run.count_episodes(*np.array(content)[:, None])
+                    else:
+                        self.note_failure(index, kind, content[0])
+            except (EOFError, OSError):
+                self.start = run.step
+                self.replace(index, run)
+
+
+def slot_arrays(memory: Any, fields: Fields, n_slots: int) -> dict[str, np.ndarray]:
+    """The shared memory of an actor as arrays, (n_slots, ...) each."""
+    arrays, offset = {}, 0
+    for name, (shape, dtype) in fields.items():
+        count = n_slots * math.prod(shape)
+        arrays[name] = np.frombuffer(memory, dtype, count, offset).reshape(n_slots, *shape)
+        offset += arrays[name].nbytes
+    return arrays
