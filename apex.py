@@ -375,6 +375,7 @@ def actor(link: Link, args: Args) -> None:
     envs = RecordEpisodeStatistics(envs)
     space = envs.single_observation_space
     model = QNetwork(space, envs.single_action_space, args.arch)
+    parameters = list(model.parameters())
     streams = range(index * n, index * n + n)  # which of all environments these are
     epsilons = torch.tensor([epsilon_of(args, i, n * args.n_actors) for i in streams])
     buffers = [LocalBuffer(space, args) for _ in streams]
@@ -383,7 +384,7 @@ def actor(link: Link, args: Args) -> None:
     for t in itertools.count():
         if t % args.fetch_interval == 0:
             link.request()
-        link.fetch(model)
+        link.fetch(parameters)
         with torch.no_grad():
             q_values = model(torch.from_numpy(obs))
         actions = epsilon_greedy(q_values, epsilons)
@@ -436,7 +437,7 @@ class Replay:
         shape, dtype = frame_space(space)
         self.stack = STACK if len(space.shape) == 3 else 1
         dtype = torch.uint8 if dtype is np.uint8 else torch.float32
-        self.frames = torch.zeros((room, *shape), dtype=dtype, device=args.replay_device)
+        self.frames = torch.empty((room, *shape), dtype=dtype, device=args.replay_device)
         fields = chunk_fields(space, room)
         self.columns = {
             name: np.zeros(*fields[name]) for name in ("ages", "actions", "returns", "discounts", "offsets")
@@ -448,13 +449,19 @@ class Replay:
         self.size = 0  # transitions
 
     def add(self, stream: int, chunk: Chunk) -> int:
-        """Take a chunk and return how many transitions it has. It is never refused: a full ring forgets its oldest."""
+        """Take a chunk and return how many transitions it has. A full ring forgets its oldest ones.
+
+        Raises: FloatingPointError: an error δ of the actor is not finite.
+        """
+        if not np.isfinite(chunk["errors"]).all():
+            raise FloatingPointError(f"an error of the actor of environment {stream} is not finite")
         first, n = int(self.written[stream]), self.args.n_step
         end = self.written[stream] = first + len(chunk["ages"])
         self._evict(stream, end - self.length + self.stack - 1)  # transitions whose frames are overwritten
-        new = self._indices(stream, np.arange(first, end))
-        where = torch.from_numpy(new).to(self.frames.device)
-        self.frames.index_copy_(0, where, torch.from_numpy(chunk["frames"]).to(self.frames.device))
+        new, frames = self._indices(stream, np.arange(first, end)), torch.from_numpy(chunk["frames"])
+        until_end = min(len(new), self.length - first % self.length)  # the rest begins the ring anew
+        self.frames[new[0] : new[0] + until_end] = frames[:until_end]
+        self.frames[new[-1] + 1 - len(new) + until_end : new[-1] + 1] = frames[until_end:]
         self.columns["ages"][new] = chunk["ages"]
         complete = slice(max(0, n - first), None)  # the first chunk begins before the first position
         old = self._indices(stream, np.arange(first - n, end - n)[complete])
@@ -507,13 +514,14 @@ class Replay:
             return self._take(self._indices(streams, positions))
         back = np.arange(self.stack - 1, -1, -1)  # an older frame first
         frames = self._take(self._indices(streams[:, None], positions[:, None] - back))
-        missing = [torch.from_numpy(x).to(self.device) for x in np.nonzero(back > ages[:, None])]
-        frames[missing] = 0  # before the episode's first frame
+        missing = (torch.from_numpy(x).to(self.device) for x in np.nonzero(back > ages[:, None]))
+        frames[tuple(missing)] = 0  # before the episode's first frame
         return frames
 
     def _take(self, indices: np.ndarray) -> Tensor:
-        taken = self.frames[torch.from_numpy(indices).to(self.frames.device)]
-        return taken.to(self.device, non_blocking=True)
+        flat = torch.from_numpy(indices.reshape(-1)).to(self.frames.device)
+        taken = self.frames.index_select(0, flat)  # five times faster on CPU than frames[indices]
+        return taken.to(self.device, non_blocking=True).unflatten(0, indices.shape)
 
     def set_priorities(self, batch: Batch, errors: np.ndarray) -> None:
         """Write the priorities of a batch back, but for transitions that are gone by now."""
@@ -603,7 +611,9 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     start = checkpoint["step"] if checkpoint else 0
     actors = Actors(actor, (args,), args.n_actors, fields, n_slots, n_parameters, start)
     ratio, added, learned = args.replay_ratio, 0, 0  # the last two: transitions since learning began
-    with Run(SCRIPT, args, parts, functools.partial(make_policy, model, args.eval_epsilon), checkpoint) as run:
+    with Run(
+        SCRIPT, args, parts, functools.partial(make_policy, model, args.eval_epsilon), checkpoint, log_interval=20
+    ) as run:
         step = run.step
         actors.publish(parameters)
         with actors:
@@ -678,6 +688,7 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     check_range(args, "gamma rms_decay epsilon eval_epsilon priority_alpha priority_beta", 0, 1)
     if args.replay_ratio is not None:
         check_range(args, "replay_ratio", 1e-3)
+    check_range(args, "n_step", 1, 255)
     check_range(args, "chunk_size", args.n_step + STACK)
     if not args.evaluate:
         fit_replay(args, env.observation_space)

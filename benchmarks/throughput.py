@@ -20,6 +20,7 @@ if "--sb3-worker" not in sys.argv:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+import shlex
 import subprocess
 import tempfile
 import time
@@ -58,6 +59,8 @@ class Args:
     """measured time of one contender in one round"""
     rounds: int = 3
     """rounds"""
+    flags: str = ""
+    """more flags for the trainer, such as --bfloat16"""
     sb3: bool = False
     """also run stable-baselines3's A2C or PPO, with the same constants, in a process of its own"""
     sb3_worker: bool = False
@@ -136,7 +139,8 @@ def trainer_rate(args: Args, n_envs: int, arch: str, split: bool) -> tuple[float
             setattr(trainer, name, changed)
         with tempfile.TemporaryDirectory() as folder:
             flags = ["--env-id", args.env_id, "--run-dir", f"{folder}/run", "--n-envs", str(n_envs), "--arch", arch]
-            parsed, _ = trainer.parse([*flags, "--device", args.device, "--eval-episodes", "0"])
+            flags += ["--device", args.device, "--eval-episodes", "0", *shlex.split(args.flags)]
+            parsed, _ = trainer.parse(flags)
             trainer.train(parsed)
     finally:
         for name, original in originals.items():

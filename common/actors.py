@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.crew import Crew
 from common.run import Run
@@ -34,8 +34,8 @@ class Link:
         fields: of a chunk.
         memory: room for `n_slots` chunks, shared with the learner.
         parameters: (n_parameters,) float32 in shared memory, as last published.
-        flags: (1 + n_actors,) int64 in shared memory: the number of the last publication, twice over, odd while it
-            is being written; and how often each actor has asked for one.
+        flags: (1 + n_actors,) int64 in shared memory: twice the number of the last publication, odd while it
+            is being written; then how often each actor has asked for one.
     """
 
     def __init__(
@@ -72,15 +72,17 @@ class Link:
         """Ask for the newest parameters; `fetch` has them as soon as they are there."""
         self.flags[1 + self.index] += 1
 
-    def fetch(self, module: nn.Module) -> bool:
-        """Load the parameters that were published last; whether they were new."""
+    @torch.no_grad()
+    def fetch(self, parameters: list[Tensor]) -> bool:
+        """Take over the parameters that were published last; whether they were new."""
         version = int(self.flags[0])
         if version == self.version or version % 2:
             return False
         copy = self.parameters.clone()
         if self.flags[0] != version:  # they were written meanwhile: the next call gets them
             return False
-        nn.utils.vector_to_parameters(copy, module.parameters())
+        for p, values in zip(parameters, copy.split([p.numel() for p in parameters]), strict=True):
+            p.copy_(values.view(p.shape))
         self.version = version
         return True
 
@@ -129,7 +131,7 @@ class Actors(Crew):
             return
         self.answered = requests
         self.flags[0] += 1
-        self.parameters.copy_(nn.utils.parameters_to_vector(parameters))
+        self.parameters.copy_(torch.cat([p.reshape(-1) for p in parameters]))
         self.flags[0] += 1
 
     def receive(self, run: Run, timeout: float) -> Iterator[tuple[int, Chunk]]:
