@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,11 +34,12 @@ def read_curve(run: Path, points: int) -> list[tuple[int, float, float, float]]:
     """(step, seconds, episodic return, steps/s) of a run; seconds leave out the pauses between resumed sessions."""
     events = EventAccumulator(str(run), size_guidance={"scalars": 0})
     events.Reload()
-    speed = {event.step: event.value for event in events.Scalars("charts/SPS")}
-    seconds, step, times = 0.0, 0, {}
-    for at in sorted(speed):
-        seconds += (at - step) / speed[at] if speed[at] else 0.0
-        step, times[at] = at, seconds
+    speed, times, seconds, last = {}, {}, 0.0, None
+    for event in events.Scalars("charts/SPS"):
+        since = event.wall_time - last.wall_time if last else math.inf  # after a pause longer than the time at work
+        steps = event.step - (last.step if last else 0)
+        seconds += min(since, steps / event.value if event.value else since)
+        last, speed[event.step], times[event.step] = event, event.value, seconds
     returns = [(event.step, event.value) for event in events.Scalars("charts/episodic_return") if event.step in times]
     size = -(-len(returns) // points)
     chunks = [returns[i : i + size] for i in range(0, len(returns), size)]
