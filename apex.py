@@ -35,7 +35,9 @@ the machine (0.78 with 360 actors). The paper has no vectors: the MLP and the pr
 
 from __future__ import annotations
 
+import bisect
 import copy
+import dataclasses
 import functools
 import itertools
 import json
@@ -130,6 +132,8 @@ class Args:
     """environments that each actor steps together"""
     arch: Literal["auto", "nature", "mlp"] = "auto"
     """network; auto: nature for images, mlp for vectors"""
+    bfloat16: bool = False
+    """images: run the convolutions in bfloat16, faster where the processor has it; parameters stay float32"""
     n_step: int = 3
     """n, rewards in a return"""
     gamma: float = 0.99
@@ -190,8 +194,11 @@ def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[
 class QNetwork(nn.Module):
     """Q(s, ·; θ), dueling: V(s) and the advantages A(s, ·) are two streams that share a trunk (Wang et al. 2016)."""
 
-    def __init__(self, observation_space: spaces.Box, action_space: spaces.Discrete, arch: str) -> None:
+    def __init__(
+        self, observation_space: spaces.Box, action_space: spaces.Discrete, arch: str, bfloat16: bool = False
+    ) -> None:
         super().__init__()
+        self.bfloat16 = bfloat16
         if arch == "nature":  # (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7
             layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1), nn.Flatten()]
             self.trunk = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster on CPU
@@ -210,7 +217,11 @@ class QNetwork(nn.Module):
         """(n, 4, 84, 84) uint8 or (n, d) float → (n, n_actions)."""
         if obs.dtype == torch.uint8:
             obs = obs.contiguous(memory_format=torch.channels_last).float().div_(255)
-        features = self.trunk(obs)
+            with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bfloat16):
+                features = self.trunk(obs)
+            features = features.float()
+        else:
+            features = self.trunk(obs)
         advantages = self.advantages(features)
         return self.value(features) + advantages - advantages.mean(1, keepdim=True)
 
@@ -374,7 +385,7 @@ def actor(link: Link, args: Args) -> None:
     envs = make_vec_env(args.env_id, n, int(is_atari(find_spec(args.env_id))), json.loads(args.env_kwargs))
     envs = RecordEpisodeStatistics(envs)
     space = envs.single_observation_space
-    model = QNetwork(space, envs.single_action_space, args.arch)
+    model = QNetwork(space, envs.single_action_space, args.arch, args.bfloat16)
     parameters = list(model.parameters())
     streams = range(index * n, index * n + n)  # which of all environments these are
     epsilons = torch.tensor([epsilon_of(args, i, n * args.n_actors) for i in streams])
@@ -468,9 +479,8 @@ class Replay:
         for name in ("actions", "returns", "discounts", "offsets"):
             self.columns[name][old] = chunk[name][complete]
         acted = chunk["acted"][complete]
-        self.tree.update(old, np.where(acted, self._priorities(chunk["errors"][complete]), 0.0))
+        self._set(old, np.where(acted, self._priorities(chunk["errors"][complete]), 0.0))
         self.arrivals.append((stream, end - n))
-        self.size += int(acted.sum())
         return int(acted.sum())
 
     def _priorities(self, errors: np.ndarray) -> np.ndarray:
@@ -484,14 +494,20 @@ class Replay:
         """Forget the transitions of a stream before position `until`."""
         if until > self.oldest[stream]:
             indices = self._indices(stream, np.arange(self.oldest[stream], until))
-            self.size -= np.count_nonzero(self.tree[indices])
-            self.tree.update(indices, np.zeros(len(indices)))
+            self._set(indices, np.zeros(len(indices)))
             self.oldest[stream] = until
+
+    def _set(self, indices: np.ndarray, priorities: np.ndarray) -> None:
+        """Set priorities and count what comes and goes with them; no index twice."""
+        self.size += int(np.count_nonzero(priorities)) - int(np.count_nonzero(self.tree[indices]))
+        self.tree.update(indices, priorities)
 
     def trim(self) -> None:
         """Forget the oldest chunks of all streams until the capacity is kept: first in, first out."""
         while self.arrivals and self.size > self.args.capacity:
             self._evict(*self.arrivals.popleft())
+        if len(self.arrivals) > self.tree.capacity // self.args.chunk_size:  # some were overwritten before their turn
+            self.arrivals = deque((stream, end) for stream, end in self.arrivals if end > self.oldest[stream])
 
     def sample(self) -> Batch:
         """Draw a batch of transitions, in proportion to their priorities."""
@@ -598,7 +614,7 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     torch.set_num_threads(1 if args.arch == "mlp" else max(1, n_cores() - args.n_actors))
     env = check_env(args)
     space = env.observation_space
-    model = QNetwork(space, env.action_space, args.arch).to(device)
+    model = QNetwork(space, env.action_space, args.arch, args.bfloat16).to(device)
     target_model = copy.deepcopy(model)  # θ⁻
     parameters = list(model.parameters())
     optimizer = CentredRMSProp(parameters, args.learning_rate, args.rms_decay, args.rms_eps)
@@ -611,22 +627,23 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     start = checkpoint["step"] if checkpoint else 0
     actors = Actors(actor, (args,), args.n_actors, fields, n_slots, n_parameters, start)
     ratio, added, learned = args.replay_ratio, 0, 0  # the last two: transitions since learning began
-    with Run(
-        SCRIPT, args, parts, functools.partial(make_policy, model, args.eval_epsilon), checkpoint, log_interval=20
-    ) as run:
-        step = run.step
+    new_policy = functools.partial(make_policy, model, args.eval_epsilon)
+    with Run(SCRIPT, args, parts, new_policy, checkpoint, log_interval=20) as run:
+        step, received = run.step, replay.size
         actors.publish(parameters)
         with actors:
-            while step < args.total_steps and not run.stopped:
-                learning = replay.size >= args.learning_starts
-                owed = ratio is not None and ratio * added - learned >= args.batch_size
-                if not (learning and owed):
-                    for stream, chunk in actors.receive(run, timeout=0.0 if learning and ratio is None else 0.1):
+            while not run.stopped:
+                learning = received >= args.learning_starts
+                due = learning and (ratio is None or ratio * added - learned >= args.batch_size)
+                if ratio is None or not due:  # with a ratio, what is owed is learned before more is taken
+                    if step >= args.total_steps:
+                        break
+                    for stream, chunk in actors.receive(run, timeout=0.0 if due else 0.1):
                         n_added = replay.add(stream, chunk)
-                        step, added = step + n_added, added + learning * n_added
+                        step, received, added = step + n_added, received + n_added, added + learning * n_added
                     run.advance(step)
                 actors.publish(parameters)
-                if not learning or not (owed or ratio is None):
+                if not due:
                     continue
                 batch = replay.sample()
                 errors, scalars = update(model, target_model, optimizer, batch, args.max_grad_norm)
@@ -683,8 +700,8 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
         args.n_actors = max(1, n_cores() - 1 if device.type == "cuda" else n_cores() // 2)
     check_range(args, "total_steps checkpoint_interval n_actors envs_per_actor n_step chunk_size fetch_interval", 1)
     check_range(args, "learning_starts trim_interval batch_size target_interval", 1)
-    check_range(args, "seed eval_episodes learning_rate max_grad_norm reward_scale epsilon_alpha priority_eps", 0)
-    check_range(args, "rms_eps", 1e-12)
+    check_range(args, "seed eval_episodes learning_rate max_grad_norm reward_scale epsilon_alpha", 0)
+    check_range(args, "rms_eps priority_eps", 1e-12)
     check_range(args, "gamma rms_decay epsilon eval_epsilon priority_alpha priority_beta", 0, 1)
     if args.replay_ratio is not None:
         check_range(args, "replay_ratio", 1e-3)
@@ -705,15 +722,20 @@ def fit_replay(args: Args, space: spaces.Box) -> None:
     Raises:
         UsageError: it does not fit into the free memory, or is too small for what the flags ask of it.
     """
-    if args.replay_device == "cuda":
-        pick_device("cuda")
-    free, given, args.capacity = free_memory(args.replay_device), args.capacity, args.capacity or 2_000_000
-    per_transition = replay_bytes(space, args) / args.capacity
-    if given is None:
-        args.capacity = min(args.capacity, int(0.8 * free / per_transition))
-    elif replay_bytes(space, args) > free:
+    if args.replay_device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--replay-device cuda: no CUDA device is available")
+    free = free_memory(args.replay_device)
+
+    def fitting(most: int, budget: float) -> int:
+        """The largest capacity up to `most` that the budget of memory allows."""
+        need = lambda capacity: replay_bytes(space, dataclasses.replace(args, capacity=capacity))  # noqa: E731
+        return bisect.bisect_right(range(1, most + 1), budget, key=need)
+
+    if args.capacity is None:
+        args.capacity = fitting(2_000_000, 0.8 * free)
+    elif args.capacity > (fits := fitting(args.capacity, free)):
         need = f"{replay_bytes(space, args) / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
-        raise UsageError(f"--capacity {given}: it needs {need}; --capacity {int(0.9 * free / per_transition)} fits")
+        raise UsageError(f"--capacity {args.capacity}: it needs {need}; --capacity {fits} fits")
     least = args.n_actors * args.envs_per_actor * 2 * (args.chunk_size + args.n_step + STACK)
     check_range(args, "capacity", max(least, args.learning_starts, args.batch_size))
 
@@ -728,7 +750,8 @@ def main(argv: list[str] | None = None) -> int:
         if not args.evaluate:
             return train(args, checkpoint)
         env = check_env(args)
-        model = QNetwork(env.observation_space, env.action_space, args.arch).to(pick_device(args.device))
+        model = QNetwork(env.observation_space, env.action_space, args.arch, args.bfloat16)
+        model.to(pick_device(args.device))
         load_part("model", model, checkpoint)
         torch.manual_seed(args.seed)
         evaluate_run(SCRIPT, args, functools.partial(make_policy, model, args.eval_epsilon))

@@ -8,6 +8,7 @@ may be killed at any instant.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
@@ -153,7 +154,8 @@ class Actors(Crew):
                     if kind == "chunk":
                         stream, slot = content
                         yield stream, {name: array[slot] for name, array in self.slots[index].items()}
-                        connection.send(slot)
+                        with contextlib.suppress(OSError):  # it is dead; what it sent before counts all the same
+                            connection.send(slot)
                     elif kind == "episode":
                         run.count_episodes(*np.array(content)[:, None])
                     else:

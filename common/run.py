@@ -273,6 +273,7 @@ class Run:
         self.parts, self.new_policy, self.quiet, self.log_interval = parts, new_policy, quiet, log_interval
         self.step = self.updates = self.episodes = self.signal = 0
         self.wall_seconds, self.returns = 0.0, deque(maxlen=100)  # of the last 100 episodes
+        self.scalars: dict[str, Any] = {}  # of the last update
         self.finished: list[tuple[float, float]] = []  # (return, length) of episodes since the last point
         if checkpoint:
             self._restore(checkpoint)
@@ -322,8 +323,9 @@ class Run:
         """Take note of an update; now and then log the scalars, show the progress and write a checkpoint."""
         self.advance(step)
         self.updates += 1
-        if self.updates % self.log_interval == 0 or step >= self.args.total_steps:
-            self._log(scalars)
+        self.scalars = scalars
+        if self.updates % self.log_interval == 0 and step > self.logged_step:  # several updates may have one step
+            self._log()
         if step - self.saved_step >= self.args.checkpoint_interval:
             self.save()
 
@@ -332,11 +334,11 @@ class Run:
         self.bar.update(step - self.step)
         self.step = step
 
-    def _log(self, scalars: dict[str, Any]) -> None:
+    def _log(self) -> None:
         now, total = time.monotonic(), self.args.total_steps
-        speed = (self.step - self.logged_step) / (now - self.logged_time)
+        speed = (self.step - self.logged_step) / max(now - self.logged_time, 1e-9)
         self.logged_step, self.logged_time = self.step, now
-        scalars = scalars | {"charts/SPS": speed}
+        scalars = self.scalars | {"charts/SPS": speed}
         if self.finished:
             scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(self.finished, axis=0)
             self.finished.clear()
@@ -377,16 +379,19 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        self.bar.close()
         try:
             if kind is None or issubclass(kind, WorkerError):  # after any other failure the parameters may be damaged
                 self._finish()
         finally:
+            self.bar.close()
             self.writer.close()
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
 
     def _finish(self) -> None:
+        if self.step > self.logged_step or self.finished:
+            self._log()
+        self.bar.close()
         self.save()
         complete = self.step >= self.args.total_steps
         speed = (self.step - self.first_step) / (self.seconds - self.wall_seconds)

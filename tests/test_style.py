@@ -14,7 +14,7 @@ TRAINERS = [name for name in NAMES if (ROOT / f"{name}.py").exists()]
 COMMON = sorted((ROOT / "common").glob("*.py"))
 
 # Blocks that each algorithm writes for itself; everything else of one name is one text.
-MAY_DIFFER = {"Args", "ActorCritic", "QNetwork", "actor_learner", "train", "make_policy", "parse", "main"}
+MAY_DIFFER = {"Args", "ActorCritic", "QNetwork", "actor_learner", "train", "update", "make_policy", "parse", "main"}
 
 
 def blocks(source: str) -> dict[str, str]:
