@@ -110,7 +110,7 @@ class Args:
     total_steps: int = 50_000_000
     """agent steps of all environments together; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
-    """of environments, initial parameters, actions and draws; runs differ even so, as processes race"""
+    """of environments, initial parameters, actions and draws; two runs differ even so, as processes race"""
     run_dir: str | None = None
     """must not exist yet; None: runs/<env-id>__<script>__<seed>__<time>"""
     checkpoint_interval: int = 250_000
@@ -441,7 +441,7 @@ class Replay:
     are made when they are drawn. A transition that is gone has priority zero.
     """
 
-    def __init__(self, space: spaces.Box, args: Args, device: torch.device) -> None:
+    def __init__(self, space: spaces.Box, args: Args, device: torch.device, start: int = 0) -> None:
         self.args, self.device = args, device
         self.n_streams, self.length = args.n_actors * args.envs_per_actor, ring_length(args)
         room = self.n_streams * self.length
@@ -453,7 +453,7 @@ class Replay:
         self.columns = {
             name: np.zeros(*fields[name]) for name in ("ages", "actions", "returns", "discounts", "offsets")
         }
-        self.tree = SumTree(room, env_seed(args.seed, 0, 3))
+        self.tree = SumTree(room, env_seed(args.seed, start, 3))
         self.written = np.zeros(self.n_streams, np.int64)  # positions of each stream, ever
         self.oldest = np.zeros(self.n_streams, np.int64)  # the first position whose transition is still there
         self.arrivals: deque[tuple[int, int]] = deque()  # of chunks in their order: the stream and where it ends
@@ -619,12 +619,12 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     parameters = list(model.parameters())
     optimizer = CentredRMSProp(parameters, args.learning_rate, args.rms_decay, args.rms_eps)
     print(f"replay memory: {args.capacity:,} transitions, {replay_bytes(space, args) / 1e9:.1f} GB when it is full")
-    replay = Replay(space, args, device)
+    start = checkpoint["step"] if checkpoint else 0
+    replay = Replay(space, args, device, start)
     parts = {"model": model, "target_model": target_model, "optimizer": optimizer}
     parts |= {"replay": replay} if args.save_replay else {}
     fields, n_slots = chunk_fields(space, args.chunk_size), 2 * args.envs_per_actor
     n_parameters = sum(p.numel() for p in parameters)
-    start = checkpoint["step"] if checkpoint else 0
     actors = Actors(actor, (args,), args.n_actors, fields, n_slots, n_parameters, start)
     ratio, added, learned = args.replay_ratio, 0, 0  # the last two: transitions since learning began
     new_policy = functools.partial(make_policy, model, args.eval_epsilon)
