@@ -13,7 +13,7 @@ in proportion to their priorities, and writes new priorities back:
     ε_i = 0.4^(1 + 7 i/(N-1))    for environment i of N
 
     python apex.py                                                  # Pong from pixels
-    python apex.py --env-id CartPole-v1 --total-steps 300_000       # two minutes
+    python apex.py --env-id CartPole-v1 --total-steps 300_000       # three minutes
     python apex.py --resume runs/...                                # go on after an interruption
     python apex.py --evaluate runs/... --record                     # 30 episodes and a GIF
 
@@ -23,14 +23,16 @@ Where the sources differ or are silent, this file reads:
 - "400 frames" between two fetches are 100 steps, "50,000" at the start of learning are transitions;
 - initial priorities use max_a Q of the actor's own θ, and the same exponent as later ones; |δ| + 1e-6 is raised to it;
 - the weights are divided by the largest of the batch; one draw comes from each of 512 equal parts of the total;
+- a batch's new priorities are its errors before the update, from the pass that the gradient needs anyway;
 - half the squared error, no Huber loss; initial weights are PyTorch's own, U(±1/√fan_in); no gradient is rescaled;
 - more than the capacity is tolerated until the next removal, every 100 updates, of the oldest transitions of all;
   each environment has a share of the memory of its own, with 4% to spare, beyond which its own oldest go at once;
 - an evaluated episode is played with ε = 0.001 on Atari and greedily elsewhere; the paper does not say.
-Departures: a time limit does not cut the return, it bootstraps from the final observation; losing a life does not end
-an episode; 0 to 30 no-ops; frames lie in the memory once and uncompressed, where the paper has PNGs; batches are
-drawn when they are needed, not ahead. `--replay-ratio` holds learner and actors to a ratio, which the paper leaves to
-the machine (0.78 with 360 actors). The paper has no vectors: the MLP and the preset `vector` are ours.
+Departures: a time limit does not cut the return, it bootstraps from the final observation; an episode of Atari is cut
+after 108,000 frames, not 50,000; losing a life does not end one; 0 to 30 no-ops; frames lie in the memory once and
+uncompressed, where the paper has PNGs; batches are drawn when they are needed, not ahead. `--replay-ratio` holds
+learner and actors to a ratio, which the paper leaves to the machine (0.78 with 360 actors). The paper has no vectors:
+the MLP and the preset `vector` are ours.
 """
 
 from __future__ import annotations
@@ -41,12 +43,10 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 import sys
 import warnings
-from collections import deque
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -54,8 +54,9 @@ from gymnasium import spaces
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
 
-from common.actors import Actors, Chunk, Fields, Link
+from common.actors import Actors, Chunk, Link
 from common.atari import STACK, is_atari
+from common.replay import Batch, Replay, chunk_fields, frame_space, replay_bytes
 from common.run import (
     Policy,
     Run,
@@ -73,11 +74,10 @@ from common.run import (
     read_flags,
     read_run,
 )
-from common.sum_tree import SumTree
 from common.vec_env import WorkerError, find_spec, make_vec_env
 
 SCRIPT = "apex"
-SPARE = 1.04  # room of the replay memory per transition of its capacity, which is exceeded between two removals
+ACTOR_MEMORY = 500e6  # bytes that an actor process needs, roughly: its libraries, games and chunks
 
 # Which constants hold for which kind of task: what differs from Args, which has the Atari ones.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -141,7 +141,7 @@ class Args:
     epsilon: float = 0.4
     """ε of ε_i"""
     epsilon_alpha: float = 7.0
-    """α of ε_i"""
+    """exponent α of ε_i"""
     eval_epsilon: float = 0.001
     """ε of evaluation"""
     chunk_size: int = 50
@@ -171,7 +171,7 @@ class Args:
     target_interval: int = 2_500
     """updates between two copies of θ to θ⁻"""
     learning_rate: float = 6.25e-5
-    """α"""
+    """learning rate α"""
     max_grad_norm: float = 40.0
     """threshold of the global gradient norm"""
     rms_decay: float = 0.95
@@ -229,9 +229,9 @@ class QNetwork(nn.Module):
 # ------------------------------------------------------------------------------------------------ mathematics
 
 
-def epsilon_of(args: Any, index: int, n: int) -> float:
+def epsilon_of(epsilon: float, alpha: float, index: int, n: int) -> float:
     """ε_i = ε^(1 + α i/(N-1)) of environment i of N, constant in time (sec. 4.1); ε where N is 1."""
-    return args.epsilon ** (1 + args.epsilon_alpha * index / max(n - 1, 1))
+    return epsilon ** (1 + alpha * index / max(n - 1, 1))
 
 
 def epsilon_greedy(q_values: Tensor, epsilon: float) -> Tensor:
@@ -273,12 +273,6 @@ def double_q_targets(returns: Tensor, discounts: Tensor, next_q_values: Tensor, 
     return returns + discounts * next_target_q_values.gather(1, best).squeeze(1)
 
 
-def importance_weights(probabilities: np.ndarray, size: int, beta: float) -> np.ndarray:
-    """w = (N P)^-β, divided by the largest of the batch, (n,)."""
-    weights = (size * probabilities) ** -beta
-    return (weights / weights.max()).astype(np.float32)
-
-
 class CentredRMSProp(torch.optim.Optimizer):
     """g ← decay g + (1 - decay) d²; m ← decay m + (1 - decay) d; θ ← θ - lr d / √(g - m² + eps).
 
@@ -309,24 +303,6 @@ class CentredRMSProp(torch.optim.Optimizer):
 
 
 # ------------------------------------------------------------------------------------------------------ actor
-
-
-def frame_space(space: spaces.Box) -> tuple[tuple[int, ...], type]:
-    """Shape and dtype of what one step adds to the replay memory: the newest of 4 pictures, or the whole vector."""
-    return (space.shape[1:], np.uint8) if len(space.shape) == 3 else (space.shape, np.float32)
-
-
-def chunk_fields(space: spaces.Box, chunk_size: int) -> Fields:
-    """What an actor sends: B frames with their ages, and the B transitions that they complete, n positions earlier.
-
-    An age is the number of frames of the same episode before it, 3 at most. `acted` is False where there is no
-    transition: at the final observation of a truncated episode, and before the first of all.
-    """
-    names = {"returns": np.float32, "discounts": np.float32, "errors": np.float32, "actions": np.int32}
-    names |= {"offsets": np.uint8, "acted": np.bool_, "ages": np.uint8}
-    shape, dtype = frame_space(space)
-    fields = {name: ((chunk_size,), kind) for name, kind in names.items()}
-    return {"frames": ((chunk_size, *shape), dtype)} | fields
 
 
 class LocalBuffer:
@@ -388,7 +364,7 @@ def actor(link: Link, args: Args) -> None:
     model = QNetwork(space, envs.single_action_space, args.arch, args.bfloat16)
     parameters = list(model.parameters())
     streams = range(index * n, index * n + n)  # which of all environments these are
-    epsilons = torch.tensor([epsilon_of(args, i, n * args.n_actors) for i in streams])
+    epsilons = torch.tensor([epsilon_of(args.epsilon, args.epsilon_alpha, i, n * args.n_actors) for i in streams])
     buffers = [LocalBuffer(space, args) for _ in streams]
     newest = (slice(None), -1) if len(space.shape) == 3 else slice(None)
     obs, ages = envs.reset(seed=env_seed(args.seed, link.start, index, 1))[0], np.zeros(n, np.uint8)
@@ -401,10 +377,10 @@ def actor(link: Link, args: Args) -> None:
         actions = epsilon_greedy(q_values, epsilons)
         q_taken, q_max = q_values.gather(1, actions[:, None])[:, 0].numpy(), q_values.amax(1).numpy()
         next_obs, rewards, terminated, truncated, info = envs.step(actions.numpy())
-        r = np.clip(rewards, -1, 1) if args.clip_rewards else rewards * args.reward_scale
-        done, frames, next_ages = terminated | truncated, obs[newest], np.minimum(ages + 1, STACK - 1)
+        learned_rewards = np.clip(rewards, -1, 1) if args.clip_rewards else rewards * args.reward_scale
+        frames, next_ages = obs[newest], np.minimum(ages + 1, STACK - 1)
         for i, (stream, buffer) in enumerate(zip(streams, buffers, strict=True)):
-            taken = actions[i], q_taken[i], r[i], terminated[i]
+            taken = actions[i], q_taken[i], learned_rewards[i], terminated[i]
             if chunk := buffer.add(frames[i], ages[i], q_max[i], *taken):
                 link.send(stream, chunk)
             if truncated[i] and not terminated[i]:  # the return goes on with Q of the final observation
@@ -413,169 +389,10 @@ def actor(link: Link, args: Args) -> None:
                     final_q = model(torch.from_numpy(final_obs)).max().item()
                 if chunk := buffer.add(final_obs[newest][0], next_ages[i], final_q, acted=False):
                     link.send(stream, chunk)
+        done = terminated | truncated
         for i in np.flatnonzero(done):
             link.report(info["episode"]["r"][i], info["episode"]["l"][i])
         obs, ages = next_obs, np.where(done, 0, next_ages).astype(np.uint8)
-
-
-# ----------------------------------------------------------------------------------------------------- replay
-
-
-class Batch(NamedTuple):
-    """Transitions from the replay memory, n of each."""
-
-    indices: np.ndarray
-    positions: np.ndarray
-    obs: Tensor
-    actions: Tensor
-    returns: Tensor
-    discounts: Tensor
-    next_obs: Tensor
-    weights: Tensor
-
-
-class Replay:
-    """Prioritised replay memory in which every frame lies once (sec. 3).
-
-    Each environment, or stream, has a ring of `length` positions, which follow one another in time; stacks of frames
-    are made when they are drawn. A transition that is gone has priority zero.
-    """
-
-    def __init__(self, space: spaces.Box, args: Args, device: torch.device, start: int = 0) -> None:
-        self.args, self.device = args, device
-        self.n_streams, self.length = args.n_actors * args.envs_per_actor, ring_length(args)
-        room = self.n_streams * self.length
-        shape, dtype = frame_space(space)
-        self.stack = STACK if len(space.shape) == 3 else 1
-        dtype = torch.uint8 if dtype is np.uint8 else torch.float32
-        self.frames = torch.empty((room, *shape), dtype=dtype, device=args.replay_device)
-        fields = chunk_fields(space, room)
-        self.columns = {
-            name: np.zeros(*fields[name]) for name in ("ages", "actions", "returns", "discounts", "offsets")
-        }
-        self.tree = SumTree(room, env_seed(args.seed, start, 3))
-        self.written = np.zeros(self.n_streams, np.int64)  # positions of each stream, ever
-        self.oldest = np.zeros(self.n_streams, np.int64)  # the first position whose transition is still there
-        self.arrivals: deque[tuple[int, int]] = deque()  # of chunks in their order: the stream and where it ends
-        self.size = 0  # transitions
-
-    def add(self, stream: int, chunk: Chunk) -> int:
-        """Take a chunk and return how many transitions it has. A full ring forgets its oldest ones.
-
-        Raises: FloatingPointError: an error δ of the actor is not finite.
-        """
-        if not np.isfinite(chunk["errors"]).all():
-            raise FloatingPointError(f"an error of the actor of environment {stream} is not finite")
-        first, n = int(self.written[stream]), self.args.n_step
-        end = self.written[stream] = first + len(chunk["ages"])
-        self._evict(stream, end - self.length + self.stack - 1)  # transitions whose frames are overwritten
-        new, frames = self._indices(stream, np.arange(first, end)), torch.from_numpy(chunk["frames"])
-        until_end = min(len(new), self.length - first % self.length)  # the rest begins the ring anew
-        self.frames[new[0] : new[0] + until_end] = frames[:until_end]
-        self.frames[new[-1] + 1 - len(new) + until_end : new[-1] + 1] = frames[until_end:]
-        self.columns["ages"][new] = chunk["ages"]
-        complete = slice(max(0, n - first), None)  # the first chunk begins before the first position
-        old = self._indices(stream, np.arange(first - n, end - n)[complete])
-        for name in ("actions", "returns", "discounts", "offsets"):
-            self.columns[name][old] = chunk[name][complete]
-        acted = chunk["acted"][complete]
-        self._set(old, np.where(acted, self._priorities(chunk["errors"][complete]), 0.0))
-        self.arrivals.append((stream, end - n))
-        return int(acted.sum())
-
-    def _priorities(self, errors: np.ndarray) -> np.ndarray:
-        """p^α with p = |δ| + ε, for the errors of actors and learner alike."""
-        return (np.abs(errors) + self.args.priority_eps) ** self.args.priority_alpha
-
-    def _indices(self, stream: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
-        return stream * self.length + positions % self.length
-
-    def _evict(self, stream: int, until: int) -> None:
-        """Forget the transitions of a stream before position `until`."""
-        if until > self.oldest[stream]:
-            indices = self._indices(stream, np.arange(self.oldest[stream], until))
-            self._set(indices, np.zeros(len(indices)))
-            self.oldest[stream] = until
-
-    def _set(self, indices: np.ndarray, priorities: np.ndarray) -> None:
-        """Set priorities and count what comes and goes with them; no index twice."""
-        self.size += int(np.count_nonzero(priorities)) - int(np.count_nonzero(self.tree[indices]))
-        self.tree.update(indices, priorities)
-
-    def trim(self) -> None:
-        """Forget the oldest chunks of all streams until the capacity is kept: first in, first out."""
-        while self.arrivals and self.size > self.args.capacity:
-            self._evict(*self.arrivals.popleft())
-        if len(self.arrivals) > self.tree.capacity // self.args.chunk_size:  # some were overwritten before their turn
-            self.arrivals = deque((stream, end) for stream, end in self.arrivals if end > self.oldest[stream])
-
-    def sample(self) -> Batch:
-        """Draw a batch of transitions, in proportion to their priorities."""
-        indices, probabilities = self.tree.sample(self.args.batch_size)
-        streams, place = np.divmod(indices, self.length)
-        # the newest position that has this place in the ring, which is not one of those still to be written
-        last = self.written[streams] - 1
-        positions = last - (last - place) % self.length
-        following = positions + self.columns["offsets"][indices]
-        weights = importance_weights(probabilities, self.size, self.args.priority_beta)
-        columns = [self.columns[name][indices] for name in ("actions", "returns", "discounts")]
-        actions, returns, discounts, weights = (torch.from_numpy(x).to(self.device) for x in (*columns, weights))
-        obs, next_obs = self.observations(streams, positions), self.observations(streams, following)
-        return Batch(indices, positions, obs, actions.long(), returns, discounts, next_obs, weights)
-
-    def observations(self, streams: np.ndarray, positions: np.ndarray) -> Tensor:
-        """What the actor saw at these positions, (n, 4, 84, 84) uint8 or (n, d) float32, on the learner's device."""
-        ages = self.columns["ages"][self._indices(streams, positions)]
-        if self.stack == 1:
-            return self._take(self._indices(streams, positions))
-        back = np.arange(self.stack - 1, -1, -1)  # an older frame first
-        frames = self._take(self._indices(streams[:, None], positions[:, None] - back))
-        missing = (torch.from_numpy(x).to(self.device) for x in np.nonzero(back > ages[:, None]))
-        frames[tuple(missing)] = 0  # before the episode's first frame
-        return frames
-
-    def _take(self, indices: np.ndarray) -> Tensor:
-        flat = torch.from_numpy(indices.reshape(-1)).to(self.frames.device)
-        taken = self.frames.index_select(0, flat)  # five times faster on CPU than frames[indices]
-        return taken.to(self.device, non_blocking=True).unflatten(0, indices.shape)
-
-    def set_priorities(self, batch: Batch, errors: np.ndarray) -> None:
-        """Write the priorities of a batch back, but for transitions that are gone by now."""
-        there = batch.positions >= self.oldest[batch.indices // self.length]
-        self.tree.update(batch.indices[there], self._priorities(errors[there]))
-
-    def state_dict(self) -> dict[str, Any]:
-        used = min(int(self.written.max()), self.length)
-        frames = self.frames.unflatten(0, (self.n_streams, self.length))
-        frames = frames[:, :used].clone() if used < self.length // 2 else frames
-        arrays = {name: torch.from_numpy(array) for name, array in self.columns.items()}
-        arrays |= {"priorities": torch.from_numpy(self.tree[np.arange(self.tree.capacity)])}
-        arrays |= {"written": torch.from_numpy(self.written), "oldest": torch.from_numpy(self.oldest)}
-        return {"frames": frames, **arrays, "arrivals": list(self.arrivals), "size": self.size}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError: the state is that of a memory of another shape."""
-        if len(state["priorities"]) != self.tree.capacity or len(state["written"]) != self.n_streams:
-            raise ValueError("a replay memory of another shape")
-        frames = state["frames"]
-        self.frames.unflatten(0, (self.n_streams, self.length))[:, : frames.shape[1]] = frames
-        for name, array in self.columns.items():
-            array[:] = state[name].numpy()
-        self.tree.update(np.arange(self.tree.capacity), state["priorities"].numpy())
-        self.written[:], self.oldest[:] = state["written"].numpy(), state["oldest"].numpy()
-        self.arrivals, self.size = deque(map(tuple, state["arrivals"])), state["size"]
-
-
-def ring_length(args: Args) -> int:
-    """Positions of each environment in the replay memory."""
-    return math.ceil(SPARE * args.capacity / (args.n_actors * args.envs_per_actor))
-
-
-def replay_bytes(space: spaces.Box, args: Args) -> int:
-    """Memory that the replay memory needs when it is full."""
-    shape, dtype = frame_space(space)
-    room = args.n_actors * args.envs_per_actor * ring_length(args)
-    return room * (math.prod(shape) * np.dtype(dtype).itemsize + 14) + (2 << (room - 1).bit_length()) * 8
 
 
 # -------------------------------------------------------------------------------------------------- training
@@ -599,7 +416,9 @@ def update(
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     numbers = torch.cat([errors.detach(), grad_norm[None]]).cpu().numpy()  # the one look of the host at the device
     if not np.isfinite(numbers).all():
-        raise FloatingPointError(f"the norm of the gradient is {numbers[-1]}, the largest error {numbers[:-1].max()}")
+        raise FloatingPointError(
+            f"the norm of the gradient is {numbers[-1]}, the largest error {np.abs(numbers[:-1]).max()}"
+        )
     optimizer.step()
     return numbers[:-1], {"losses/value_loss": loss, "losses/grad_norm": grad_norm, "losses/q_value": q_values}
 
@@ -618,12 +437,15 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     target_model = copy.deepcopy(model)  # θ⁻
     parameters = list(model.parameters())
     optimizer = CentredRMSProp(parameters, args.learning_rate, args.rms_decay, args.rms_eps)
-    print(f"replay memory: {args.capacity:,} transitions, {replay_bytes(space, args) / 1e9:.1f} GB when it is full")
+    print(
+        f"replay memory: {args.capacity:,} transitions, {replay_bytes(space, args) / 1e6:,.0f} MB when it is full; "
+        f"learning begins when {args.learning_starts:,} have come"
+    )
     start = checkpoint["step"] if checkpoint else 0
     replay = Replay(space, args, device, start)
     parts = {"model": model, "target_model": target_model, "optimizer": optimizer}
     parts |= {"replay": replay} if args.save_replay else {}
-    fields, n_slots = chunk_fields(space, args.chunk_size), 2 * args.envs_per_actor
+    fields, n_slots = chunk_fields(space, args.chunk_size), min(2 * args.envs_per_actor, 100)
     n_parameters = sum(p.numel() for p in parameters)
     actors = Actors(actor, (args,), args.n_actors, fields, n_slots, n_parameters, start)
     ratio, added, learned = args.replay_ratio, 0, 0  # the last two: transitions since learning began
@@ -653,8 +475,10 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                     replay.trim()
                 if (run.updates + 1) % args.target_interval == 0:
                     target_model.load_state_dict(model.state_dict())  # θ⁻ ← θ
-                scalars |= {"charts/replay_ratio": learned / max(added, 1), "charts/replay_size": replay.size}
-                run.count_update(step, scalars | {"charts/updates": run.updates + 1})
+                scalars |= {"charts/replay_size": replay.size, "charts/updates": run.updates + 1}
+                if added:
+                    scalars["charts/replay_ratio"] = learned / added  # 0.78 in the paper
+                run.count_update(step, scalars)
     return run.exit_status
 
 
@@ -725,6 +549,10 @@ def fit_replay(args: Args, space: spaces.Box) -> None:
     if args.replay_device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--replay-device cuda: no CUDA device is available")
     free = free_memory(args.replay_device)
+    if args.replay_device == "cpu":
+        free = max(0, free - args.n_actors * ACTOR_MEMORY)
+    least = args.n_actors * args.envs_per_actor * 2 * (args.chunk_size + args.n_step + STACK)
+    least = max(least, args.learning_starts, args.batch_size)
 
     def fitting(most: int, budget: float) -> int:
         """The largest capacity up to `most` that the budget of memory allows."""
@@ -733,11 +561,13 @@ def fit_replay(args: Args, space: spaces.Box) -> None:
 
     if args.capacity is None:
         args.capacity = fitting(2_000_000, 0.8 * free)
+        if args.capacity < least:
+            room = f"{free / 1e9:.1f} GB are free, enough for {args.capacity} transitions"
+            raise UsageError(f"--capacity: {room}; at least {least} are needed with these flags")
     elif args.capacity > (fits := fitting(args.capacity, free)):
         need = f"{replay_bytes(space, args) / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
         raise UsageError(f"--capacity {args.capacity}: it needs {need}; --capacity {fits} fits")
-    least = args.n_actors * args.envs_per_actor * 2 * (args.chunk_size + args.n_step + STACK)
-    check_range(args, "capacity", max(least, args.learning_starts, args.batch_size))
+    check_range(args, "capacity", least)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -44,7 +44,7 @@ class Link:
     ) -> None:
         self.index, self.start, self.fields, self.n_slots = index, start, fields, n_slots
         self.memory, self.parameters, self.flags = memory, parameters, flags
-        self.version, self.free = -1, list(range(n_slots))
+        self.version, self.wanted, self.free = -1, True, list(range(n_slots))
 
     def connect(self, connection: Any) -> None:
         """Called in the actor's own process."""
@@ -72,19 +72,24 @@ class Link:
     def request(self) -> None:
         """Ask for the newest parameters; `fetch` has them as soon as they are there."""
         self.flags[1 + self.index] += 1
+        self.wanted = True
 
     @torch.no_grad()
     def fetch(self, parameters: list[Tensor]) -> bool:
-        """Take over the parameters that were published last; whether they were new."""
+        """Take over the parameters that were published since the last time, if this actor has asked for some.
+
+        Returns whether there were any. What two processors see of each other's writing is in order on x86; elsewhere
+        a mixture of two publications is conceivable, which the next one replaces.
+        """
         version = int(self.flags[0])
-        if version == self.version or version % 2:
+        if not self.wanted or version == self.version or version % 2:
             return False
         copy = self.parameters.clone()
         if self.flags[0] != version:  # they were written meanwhile: the next call gets them
             return False
         for p, values in zip(parameters, copy.split([p.numel() for p in parameters]), strict=True):
             p.copy_(values.view(p.shape))
-        self.version = version
+        self.version, self.wanted = version, False
         return True
 
 
@@ -136,9 +141,10 @@ class Actors(Crew):
         self.flags[0] += 1
 
     def receive(self, run: Run, timeout: float) -> Iterator[tuple[int, Chunk]]:
-        """Streams and chunks that have come, at most `n_slots` of each actor; a chunk is valid until the next one.
+        """Streams and chunks that have come; a chunk is valid until the next one.
 
-        Waits `timeout` seconds for the first. Counts episodes, and replaces an actor that has died.
+        Reads at most `2 n_slots` messages of each actor, so that none holds the learner up, and waits `timeout`
+        seconds for the first. Counts episodes, and replaces an actor that has died.
 
         Raises:
             FloatingPointError: a number of an actor is not finite. WorkerError: an actor died three times within a
@@ -157,7 +163,8 @@ class Actors(Crew):
                         with contextlib.suppress(OSError):  # it is dead; what it sent before counts all the same
                             connection.send(slot)
                     elif kind == "episode":
-                        run.count_episodes(*np.array(content)[:, None])
+                        episode_return, length = content
+                        run.count_episodes(np.array([episode_return]), np.array([length]))
                     else:
                         self.note_failure(index, kind, content[0])
             except (EOFError, OSError):

@@ -146,16 +146,18 @@ def pick_device(name: str) -> torch.device:
 
 
 def free_memory(device: str) -> float:
-    """Bytes that may still be allocated on "cpu" or "cuda"; infinite where nothing tells."""
+    """Bytes that may still be allocated on "cpu" or "cuda": half of all where the system does not tell."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
-    free = [math.inf]
+    free = [0.5 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with contextlib.suppress(OSError, ValueError):
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    with contextlib.suppress(OSError, ValueError):  # the limit of a container; "max" where there is none
+        free = [int(lines["MemAvailable"].split()[0]) * 1024]
+    with contextlib.suppress(OSError, ValueError, KeyError):  # the limit of a container; "max" where there is none
         group = Path("/sys/fs/cgroup")
-        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cache = int(used["inactive_file"])  # given back when it is needed
+        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()) + cache)
     return min(free)
 
 

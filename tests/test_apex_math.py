@@ -19,6 +19,8 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 import apex
+import common.replay
+from common.replay import importance_weights
 from tests import paac_envs
 
 IMAGE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
@@ -75,17 +77,21 @@ def test_constants_of_the_paper() -> None:
 # ------------------------------------------------------------------------------------------------ exploration
 
 
+def ladder_of(args: apex.Args, n: int) -> list[float]:
+    return [apex.epsilon_of(args.epsilon, args.epsilon_alpha, i, n) for i in range(n)]
+
+
 def test_ladder_of_epsilon() -> None:
     args = apex.Args()
     by_hand = [0.4, 0.16, 0.064, 0.0256, 0.01024, 0.004096, 0.0016384, 0.00065536]  # 0.4 to the powers of 1 to 8
-    assert [apex.epsilon_of(args, i, 8) for i in range(8)] == pytest.approx(by_hand, rel=1e-9)
-    assert apex.epsilon_of(args, 0, 1) == 0.4
-    assert [apex.epsilon_of(args, i, 2) for i in range(2)] == pytest.approx([0.4, 0.00065536])
-    ladder = [apex.epsilon_of(args, i, 360) for i in range(360)]
+    assert ladder_of(args, 8) == pytest.approx(by_hand, rel=1e-9)
+    assert ladder_of(args, 1) == [0.4]
+    assert ladder_of(args, 2) == pytest.approx([0.4, 0.00065536])
+    ladder = ladder_of(args, 360)
     assert (ladder[0], ladder[-1]) == (0.4, pytest.approx(0.00065536))
     assert all(b / a == pytest.approx(0.4 ** (7 / 359)) for a, b in itertools.pairwise(ladder))
     args = dataclasses.replace(args, epsilon=0.5, epsilon_alpha=2.0)
-    assert [apex.epsilon_of(args, i, 3) for i in range(3)] == pytest.approx([0.5, 0.25, 0.125])
+    assert ladder_of(args, 3) == pytest.approx([0.5, 0.25, 0.125])
 
 
 def test_epsilon_greedy_of_each_row() -> None:
@@ -348,15 +354,13 @@ def test_double_q_targets_by_hand() -> None:
 
 def test_importance_weights_by_hand() -> None:
     """N P = 2, 1, 1/2 to the power of -1/2 are 1/√2, 1, √2, of which √2 is the largest."""
-    weights = apex.importance_weights(np.array([0.5, 0.25, 0.125]), 4, 0.5)
+    weights = importance_weights(np.array([0.5, 0.25, 0.125]), 4, 0.5)
     assert weights.dtype == np.float32
     assert weights.tolist() == pytest.approx([0.5, math.sqrt(0.5), 1])
-    assert apex.importance_weights(np.array([0.5, 0.25, 0.125]), 4, 0.0).tolist() == [1, 1, 1]
-    assert apex.importance_weights(np.array([0.5, 0.25, 0.125]), 4, 1.0).tolist() == [0.25, 0.5, 1]
+    assert importance_weights(np.array([0.5, 0.25, 0.125]), 4, 0.0).tolist() == [1, 1, 1]
+    assert importance_weights(np.array([0.5, 0.25, 0.125]), 4, 1.0).tolist() == [0.25, 0.5, 1]
     expected = [1, 16**-0.4, 32**-0.4]
-    assert apex.importance_weights(np.array([1 / 64, 16 / 64, 32 / 64]), 2_000_000, 0.4).tolist() == pytest.approx(
-        expected
-    )
+    assert importance_weights(np.array([1 / 64, 16 / 64, 32 / 64]), 2_000_000, 0.4).tolist() == pytest.approx(expected)
 
 
 def leaves(replay: apex.Replay) -> np.ndarray:
@@ -808,7 +812,7 @@ def test_memory_under_random_operations(
     space: spaces.Box, spare: float, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three environments of unequal speed, removals, draws, priorities written back late, actors that are replaced."""
-    monkeypatch.setattr(apex, "SPARE", spare)
+    monkeypatch.setattr(common.replay, "SPARE", spare)
     replay, player, slow = memory(space, capacity=150, n_actors=3, seed=seed, n_step=(1, 3, 5)[seed])
     args = replay.args
     rng, held, most, operations = np.random.default_rng(seed), [], 0, ["add", "trim", "draw", "write", "restart"]
@@ -837,7 +841,7 @@ def test_memory_under_random_operations(
 @each_space
 def test_oldest_arrivals_of_all_streams_go_first(space: spaces.Box, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rings so long that nothing is overwritten: what is left is the newest chunks, and one more would be too many."""
-    monkeypatch.setattr(apex, "SPARE", 40.0)
+    monkeypatch.setattr(common.replay, "SPARE", 40.0)
     replay, player, _ = memory(space, capacity=100, n_actors=3)
     args = replay.args
     arrivals = []
@@ -931,7 +935,7 @@ def test_one_frame_a_position() -> None:
 def test_two_million_transitions_of_atari_fit_into_16_gigabytes(n_actors: int, envs_per_actor: int) -> None:
     args = make_args(capacity=2_000_000, n_actors=n_actors, envs_per_actor=envs_per_actor)
     assert 2_000_000 * 84 * 84 < apex.replay_bytes(IMAGE, args) <= 16e9
-    assert 2_000_000 <= n_actors * envs_per_actor * apex.ring_length(args) <= 1.05 * 2_000_000
+    assert 2_000_000 <= n_actors * envs_per_actor * common.replay.ring_length(args) <= 1.05 * 2_000_000
 
 
 def test_frequencies_and_weights_of_draws() -> None:
