@@ -371,18 +371,18 @@ def actor(link: Link, args: Args) -> None:
     for t in itertools.count():
         if t % args.fetch_interval == 0:
             link.request()
-        link.fetch(parameters)
+        link.fetch(parameters)  # θ ← Learner.Parameters()
         with torch.no_grad():
             q_values = model(torch.from_numpy(obs))
-        actions = epsilon_greedy(q_values, epsilons)
+        actions = epsilon_greedy(q_values, epsilons)  # A_t by π_θ(S_t)
         q_taken, q_max = q_values.gather(1, actions[:, None])[:, 0].numpy(), q_values.amax(1).numpy()
         next_obs, rewards, terminated, truncated, info = envs.step(actions.numpy())
         learned_rewards = np.clip(rewards, -1, 1) if args.clip_rewards else rewards * args.reward_scale
         frames, next_ages = obs[newest], np.minimum(ages + 1, STACK - 1)
         for i, (stream, buffer) in enumerate(zip(streams, buffers, strict=True)):
             taken = actions[i], q_taken[i], learned_rewards[i], terminated[i]
-            if chunk := buffer.add(frames[i], ages[i], q_max[i], *taken):
-                link.send(stream, chunk)
+            if chunk := buffer.add(frames[i], ages[i], q_max[i], *taken):  # LocalBuffer.Add, Get(B)
+                link.send(stream, chunk)  # Replay.Add(τ, p)
             if truncated[i] and not terminated[i]:  # the return goes on with Q of the final observation
                 final_obs = info["final_obs"][i][None]
                 with torch.no_grad():
@@ -467,12 +467,12 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                 actors.publish(parameters)
                 if not due:
                     continue
-                batch = replay.sample()
+                batch = replay.sample()  # id, τ ← Replay.Sample()
                 errors, scalars = update(model, target_model, optimizer, batch, args.max_grad_norm)
-                replay.set_priorities(batch, errors)
+                replay.set_priorities(batch, errors)  # Replay.SetPriority(id, p)
                 learned += args.batch_size
                 if (run.updates + 1) % args.trim_interval == 0:
-                    replay.trim()
+                    replay.trim()  # Replay.RemoveToFit()
                 if (run.updates + 1) % args.target_interval == 0:
                     target_model.load_state_dict(model.state_dict())  # θ⁻ ← θ
                 scalars |= {"charts/replay_size": replay.size, "charts/updates": run.updates + 1}

@@ -1505,13 +1505,13 @@ def test_learning_begins_when_the_memory_can_hold_no_more(
 def test_learns_the_value_of_each_action(here: None, tmp_path: Path) -> None:
     """Rewards are learned from times 0.1; an episode is one step, so that Q is the reward."""
     flags = ["--env-id", ENV.format("Bandit"), *TWO, "--total-steps", "3000", "--batch-size", "32"]
-    flags += ["--learning-rate", "1e-3", "--epsilon", "1", "--epsilon-alpha", "0", "--eval-episodes", "10"]
+    flags += ["--learning-rate", "3e-4", "--epsilon", "1", "--epsilon-alpha", "0", "--eval-episodes", "10"]
     assert run(*flags, "--run-dir", "r", "--seed", "1") == 0
     assert summary(tmp_path / "r")["eval"]["mean"] == 1.0  # greedily
     network = apex.QNetwork(gym.spaces.Box(-1, 1, (3,)), gym.spaces.Discrete(4), "mlp")
     network.load_state_dict(checkpoint(tmp_path / "r")["model"])
     q_values = network(torch.tensor([[1, -0.5, 0.25]]))[0]
-    torch.testing.assert_close(q_values, 0.1 * torch.tensor(Bandit.REWARDS), atol=0.005, rtol=0)
+    torch.testing.assert_close(q_values, 0.1 * torch.tensor(Bandit.REWARDS), atol=0.01, rtol=0)
 
 
 def test_learns_from_pictures(here: None, tmp_path: Path) -> None:
