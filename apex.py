@@ -65,6 +65,7 @@ from common.run import (
     check_range,
     env_seed,
     evaluate_run,
+    flag_and_value,
     free_memory,
     keep_freed_memory,
     load_part,
@@ -442,6 +443,8 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
         f"learning begins when {args.learning_starts:,} have come"
     )
     start = checkpoint["step"] if checkpoint else 0
+    if args.total_steps - start <= args.learning_starts and not args.save_replay:
+        print("nothing is learned in so few steps")
     replay = Replay(space, args, device, start)
     parts = {"model": model, "target_model": target_model, "optimizer": optimizer}
     parts |= {"replay": replay} if args.save_replay else {}
@@ -461,6 +464,8 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                     if step >= args.total_steps:
                         break
                     for stream, chunk in actors.receive(run, timeout=0.0 if due else 0.1):
+                        if step >= args.total_steps:
+                            break
                         n_added = replay.add(stream, chunk)
                         step, received, added = step + n_added, received + n_added, added + learning * n_added
                     run.advance(step)
@@ -530,7 +535,10 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     if args.replay_ratio is not None:
         check_range(args, "replay_ratio", 1e-3)
     check_range(args, "n_step", 1, 255)
-    check_range(args, "chunk_size", args.n_step + STACK)
+    if args.chunk_size < (least := args.n_step + STACK):
+        raise UsageError(
+            f"--n-step {args.n_step} --chunk-size {args.chunk_size}: a chunk of {least} at least is needed"
+        )
     if not args.evaluate:
         fit_replay(args, env.observation_space)
     if checkpoint and args.resume and args.save_replay and "replay" not in checkpoint:
@@ -551,8 +559,8 @@ def fit_replay(args: Args, space: spaces.Box) -> None:
     free = free_memory(args.replay_device)
     if args.replay_device == "cpu":
         free = max(0, free - args.n_actors * ACTOR_MEMORY)
-    least = args.n_actors * args.envs_per_actor * 2 * (args.chunk_size + args.n_step + STACK)
-    least = max(least, args.learning_starts, args.batch_size)
+    n_envs = args.n_actors * args.envs_per_actor
+    least = n_envs * 2 * (args.chunk_size + args.n_step + STACK)
 
     def fitting(most: int, budget: float) -> int:
         """The largest capacity up to `most` that the budget of memory allows."""
@@ -561,13 +569,18 @@ def fit_replay(args: Args, space: spaces.Box) -> None:
 
     if args.capacity is None:
         args.capacity = fitting(2_000_000, 0.8 * free)
-        if args.capacity < least:
+        if args.capacity < max(least, args.learning_starts):
             room = f"{free / 1e9:.1f} GB are free, enough for {args.capacity} transitions"
-            raise UsageError(f"--capacity: {room}; at least {least} are needed with these flags")
+            raise UsageError(f"--capacity: {room}; at least {max(least, args.learning_starts)} are needed")
     elif args.capacity > (fits := fitting(args.capacity, free)):
         need = f"{replay_bytes(space, args) / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
         raise UsageError(f"--capacity {args.capacity}: it needs {need}; --capacity {fits} fits")
-    check_range(args, "capacity", least)
+    check_range(args, "capacity", 1)
+    for name in ("learning_starts", "batch_size"):
+        if getattr(args, name) > args.capacity:
+            raise UsageError(f"{flag_and_value(args, name)}: it is more than --capacity {args.capacity}")
+    if args.capacity < least:
+        raise UsageError(f"--capacity {args.capacity}: {n_envs} environments need {least} with these flags")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -122,7 +122,8 @@ def check_range(args: Any, names: str, low: float, high: float = math.inf) -> No
     """Raises UsageError where one of the flags is not finite or lies outside [low, high]."""
     for name in names.split():
         if not (math.isfinite(getattr(args, name)) and low <= getattr(args, name) <= high):
-            raise UsageError(f"{flag_and_value(args, name)}: it must lie in [{low}, {high}]")
+            end = f"{high}]" if math.isfinite(high) else "inf)"
+            raise UsageError(f"{flag_and_value(args, name)}: it must lie in [{low}, {end}")
 
 
 def flag_and_value(args: Any, name: str) -> str:
@@ -202,8 +203,11 @@ def to_float(value: Any) -> float:
 
 def write_json(path: Path, content: dict) -> None:
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        temporary.replace(path)
+    except OSError as error:  # a full disk names no file
+        raise OSError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def load_checkpoint(script: str, flag: str, run_dir: str) -> dict:
@@ -360,8 +364,20 @@ class Run:
         self.writer.add_text("events", text, self.step)
 
     def save(self) -> None:
-        """Write checkpoint.pt beside the old one and rename it, so that a kill at any instant leaves a whole one."""
+        """Write checkpoint.pt beside the old one and rename it, so that a kill at any instant leaves a whole one.
+
+        Raises: OSError: it cannot be written; the old one is still there.
+        """
         temporary = self.dir / "checkpoint.pt.tmp"
+        try:
+            self._write(temporary)
+        except (OSError, RuntimeError) as error:  # torch.save: a RuntimeError where the disk is full
+            temporary.unlink(missing_ok=True)
+            raise OSError(f"{self.dir}: the checkpoint cannot be written: {error}") from error
+        temporary.replace(self.dir / "checkpoint.pt")
+        self.saved_step = self.step
+
+    def _write(self, temporary: Path) -> None:
         with open(temporary, "wb") as file:
             with self.quiet() as step:
                 if step is not None:
@@ -374,8 +390,6 @@ class Run:
                 torch.save(state | {name: part.state_dict() for name, part in self.parts.items()}, file)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(self.dir / "checkpoint.pt")
-        self.saved_step = self.step
 
     def __enter__(self) -> Run:
         return self
@@ -418,9 +432,9 @@ def evaluate_run(
     """Evaluate and record as --eval-episodes and --record say; the result goes into the run's summary.json."""
     result, path = None, Path(args.run_dir) / "summary.json"
     if args.eval_episodes and (result := evaluate(args, new_policy(), stopped)):
+        print("{episodes} episodes: {mean:.2f} ± {std:.2f}, from {min:.2f} to {max:.2f}".format(**result), flush=True)
         summary = json.loads(path.read_text()) if path.exists() else {"script": script, "env_id": args.env_id}
         write_json(path, summary | {"eval": result})
-        print("{episodes} episodes: {mean:.2f} ± {std:.2f}, from {min:.2f} to {max:.2f}".format(**result), flush=True)
     if args.record:
         record(args, new_policy(), stopped)
     return result

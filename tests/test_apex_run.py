@@ -519,9 +519,9 @@ def test_free_memory_that_nothing_tells(flags: list[str], memory: Callable[[floa
         (["--capacity", "0"], ["--capacity 0"]),
         (["--capacity", "-5"], ["--capacity -5"]),
         (["--capacity", "60", "--learning-starts", "20"], ["--capacity 60", "136"]),  # 4 · 2 · (10 + 3 + 4)
-        (["--capacity", "199"], ["--capacity 199", "200"]),
-        (["--capacity", "300", "--batch-size", "301"], ["--capacity 300", "301"]),
-        (["--learning-starts", "2001"], ["--capacity 2000", "2001"]),
+        (["--capacity", "199"], ["--learning-starts 200", "--capacity 199"]),
+        (["--capacity", "300", "--batch-size", "301"], ["--batch-size 301", "300"]),
+        (["--learning-starts", "2001"], ["--learning-starts 2001", "2000"]),
         (["--learning-starts", "0"], ["--learning-starts 0"]),
         (["--replay-ratio", "0"], ["--replay-ratio 0"]),
         (["--replay-ratio", "-1"], ["--replay-ratio -1"]),
@@ -1402,7 +1402,7 @@ def test_actors_in_processes_of_their_own() -> None:
     run, seen = SimpleNamespace(step=40, event=events.append), []
     with actors:
         processes.append(actors.processes[0])
-        while time.monotonic() < deadline and (len(lives) == 1 or len(seen) < 100):
+        while time.monotonic() < deadline and (len(lives) == 1 or len(set(seen)) < 20):
             published += 1
             actors.publish([torch.full((N_PARAMETERS - 1,), published), torch.full((1,), published)])
             for stream, chunk in actors.receive(run, 0.02):
@@ -1418,7 +1418,7 @@ def test_actors_in_processes_of_their_own() -> None:
                 processes[0].kill()
         processes.append(actors.processes[0])
     assert lives == [5, 40] and events == ["actor 0 died and is replaced: exit code -9"]
-    assert len(seen) >= 100 and len(set(seen)) > 10  # it has followed the learner
+    assert len(set(seen)) >= 20  # it has followed the learner
     assert processes[0].pid != processes[1].pid and not any(process.is_alive() for process in processes)
 
 
