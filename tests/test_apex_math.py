@@ -430,6 +430,23 @@ def test_network_on_vectors_in_plain_sums() -> None:
     torch.testing.assert_close(model(obs).double(), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_bfloat16_is_near_float32() -> None:
+    """A number of bfloat16 has 8 bits: the Q-values differ, by little; parameters and gradients stay float32."""
+    torch.manual_seed(1)
+    obs = torch.randint(0, 256, (8, 4, 84, 84), dtype=torch.uint8)
+    exact = apex.QNetwork(IMAGE, spaces.Discrete(6), "nature")
+    rough = apex.QNetwork(IMAGE, spaces.Discrete(6), "nature", bfloat16=True)
+    rough.load_state_dict(exact.state_dict())
+    q_values = rough(obs)
+    assert q_values.dtype == torch.float32 and not torch.equal(q_values, exact(obs))
+    torch.testing.assert_close(q_values, exact(obs), atol=2e-3, rtol=0.02)
+    for network in (exact, rough):
+        network(obs).square().sum().backward()
+    for p, q in zip(exact.parameters(), rough.parameters(), strict=True):
+        assert q.dtype == q.grad.dtype == torch.float32
+        assert torch.cosine_similarity(p.grad.flatten(), q.grad.flatten(), dim=0) > 0.99
+
+
 def test_network_on_images_in_plain_functions() -> None:
     """torch.nn.functional on the input divided by 255, every observation on its own."""
     model = q_network("nature", 6)
