@@ -13,7 +13,7 @@ in proportion to their priorities, and writes new priorities back:
     ε_i = 0.4^(1 + 7 i/(N-1))    for environment i of N
 
     python apex.py                                                  # Pong from pixels
-    python apex.py --env-id CartPole-v1 --total-steps 300_000       # three minutes
+    python apex.py --env-id CartPole-v1 --total-steps 300_000       # three to four minutes
     python apex.py --resume runs/...                                # go on after an interruption
     python apex.py --evaluate runs/... --record                     # 30 episodes and a GIF
 
@@ -375,9 +375,10 @@ def actor(link: Link, args: Args) -> None:
         link.fetch(parameters)  # θ ← Learner.Parameters()
         with torch.no_grad():
             q_values = model(torch.from_numpy(obs))
-        actions = epsilon_greedy(q_values, epsilons)  # A_t by π_θ(S_t)
-        q_taken, q_max = q_values.gather(1, actions[:, None])[:, 0].numpy(), q_values.amax(1).numpy()
-        next_obs, rewards, terminated, truncated, info = envs.step(actions.numpy())
+        actions = epsilon_greedy(q_values, epsilons).numpy()  # A_t by π_θ(S_t)
+        q_values = q_values.numpy()
+        q_taken, q_max = q_values[np.arange(n), actions], q_values.max(1)
+        next_obs, rewards, terminated, truncated, info = envs.step(actions)
         learned_rewards = np.clip(rewards, -1, 1) if args.clip_rewards else rewards * args.reward_scale
         frames, next_ages = obs[newest], np.minimum(ages + 1, STACK - 1)
         for i, (stream, buffer) in enumerate(zip(streams, buffers, strict=True)):
@@ -443,8 +444,6 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
         f"learning begins when {args.learning_starts:,} have come"
     )
     start = checkpoint["step"] if checkpoint else 0
-    if args.total_steps - start <= args.learning_starts and not args.save_replay:
-        print("nothing is learned in so few steps")
     replay = Replay(space, args, device, start)
     parts = {"model": model, "target_model": target_model, "optimizer": optimizer}
     parts |= {"replay": replay} if args.save_replay else {}
@@ -454,11 +453,13 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     ratio, added, learned = args.replay_ratio, 0, 0  # the last two: transitions since learning began
     new_policy = functools.partial(make_policy, model, args.eval_epsilon)
     with Run(SCRIPT, args, parts, new_policy, checkpoint, log_interval=20) as run:
-        step, received = run.step, replay.size
+        step, first_step = run.step, run.step + args.learning_starts - replay.size  # a restored memory counts
+        if first_step >= args.total_steps:
+            print("nothing is learned in so few steps")
         actors.publish(parameters)
         with actors:
             while not run.stopped:
-                learning = received >= args.learning_starts
+                learning = step >= first_step
                 due = learning and (ratio is None or ratio * added - learned >= args.batch_size)
                 if ratio is None or not due:  # with a ratio, what is owed is learned before more is taken
                     if step >= args.total_steps:
@@ -467,7 +468,7 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                         if step >= args.total_steps:
                             break
                         n_added = replay.add(stream, chunk)
-                        step, received, added = step + n_added, received + n_added, added + learning * n_added
+                        step, added = step + n_added, added + learning * n_added
                     run.advance(step)
                 actors.publish(parameters)
                 if not due:
@@ -527,7 +528,7 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
         raise UsageError(f"--arch {args.arch} does not fit the observations of {args.env_id}: {env.observation_space}")
     if args.n_actors is None:
         args.n_actors = max(1, n_cores() - 1 if device.type == "cuda" else n_cores() // 2)
-    check_range(args, "total_steps checkpoint_interval n_actors envs_per_actor n_step chunk_size fetch_interval", 1)
+    check_range(args, "total_steps checkpoint_interval n_actors envs_per_actor fetch_interval", 1)
     check_range(args, "learning_starts trim_interval batch_size target_interval", 1)
     check_range(args, "seed eval_episodes learning_rate max_grad_norm reward_scale epsilon_alpha", 0)
     check_range(args, "rms_eps priority_eps", 1e-12)

@@ -16,8 +16,8 @@ from common.vec_env import WorkerError, enter_worker, start_worker
 class Crew:
     """The processes, as a context: they end with it.
 
-    A process runs `target(member, *arguments)`, where `member` is what `new_member(index)` makes. What it sends and
-    `receive_from` does not take care of is why it fails.
+    A process runs `target(member, *arguments)`, where `member` is what `new_member(index)` makes; at last it may send
+    why it fails, which is for `note_failure`.
 
     Args:
         role: what to call a process.
@@ -33,7 +33,9 @@ class Crew:
         self.causes = [""] * n_processes  # tracebacks of those that could still say why they end
 
     def new_member(self, index: int) -> Any:
-        """What process `index` has of the crew; its `connect` takes its end of the pipe, `when` says how far it is."""
+        """What process `index` has of the crew; its `connect` takes its end of the pipe, its `when` says how far
+        it is, for messages.
+        """
         raise NotImplementedError
 
     def __enter__(self) -> Any:

@@ -156,10 +156,10 @@ class Replay:
 
     def observations(self, streams: np.ndarray, positions: np.ndarray) -> Tensor:
         """What the actor saw at these positions, (n, 4, 84, 84) uint8 or (n, d) float32, on the learner's device."""
-        ages = self.columns["ages"][self._indices(streams, positions)]
+        indices = self._indices(streams, positions)
         if self.stack == 1:
-            return self._take(self._indices(streams, positions))
-        back = np.arange(self.stack - 1, -1, -1)  # an older frame first
+            return self._take(indices)
+        ages, back = self.columns["ages"][indices], np.arange(self.stack - 1, -1, -1)  # an older frame first
         frames = self._take(self._indices(streams[:, None], positions[:, None] - back))
         missing = (torch.from_numpy(x).to(self.device) for x in np.nonzero(back > ages[:, None]))
         frames[tuple(missing)] = 0  # before the episode's first frame
@@ -167,7 +167,7 @@ class Replay:
 
     def _take(self, indices: np.ndarray) -> Tensor:
         flat = torch.from_numpy(indices.reshape(-1)).to(self.frames.device)
-        taken = self.frames.index_select(0, flat)  # five times faster on CPU than frames[indices]
+        taken = self.frames.index_select(0, flat)  # faster on CPU than frames[indices]
         return taken.to(self.device).unflatten(0, indices.shape)
 
     def set_priorities(self, batch: Batch, errors: np.ndarray) -> None:
