@@ -150,8 +150,10 @@ def free_memory(device: str) -> float:
     """Bytes that may still be allocated on "cpu" or "cuda": half of all where the system does not tell."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
-    free = [0.5 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    free = [math.inf]
     with contextlib.suppress(OSError, ValueError):
+        free = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2]
+    with contextlib.suppress(OSError, ValueError, KeyError):
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         free = [int(lines["MemAvailable"].split()[0]) * 1024]
     with contextlib.suppress(OSError, ValueError, KeyError):  # the limit of a container; "max" where there is none

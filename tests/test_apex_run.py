@@ -1474,6 +1474,25 @@ def test_the_last_update_is_logged(here: None, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("ratio", ["4", "None"])
+def test_a_run_takes_no_chunk_after_its_last_step(here: None, tmp_path: Path, ratio: str) -> None:
+    """A chunk, which has 10 steps at most, may reach beyond it."""
+    flags = ["--env-id", "CartPole-v1", *TWO, "--replay-ratio", ratio, "--total-steps", "601", "--run-dir", "r"]
+    assert run(*flags) == 0
+    assert 601 <= checkpoint(tmp_path / "r")["step"] < 611
+
+
+@pytest.mark.parametrize(("total", "told"), [(150, True), (600, False)])
+def test_a_run_that_can_learn_nothing_says_so(
+    here: None, tmp_path: Path, capfd: pytest.CaptureFixture[str], total: int, told: bool
+) -> None:
+    flags = ["--env-id", "CartPole-v1", *TWO, "--save-replay", "--run-dir", "r"]
+    assert run(*flags, "--total-steps", total) == 0
+    assert ("nothing is learned" in capfd.readouterr().out) == told == (checkpoint(tmp_path / "r")["updates"] == 0)
+    assert run("--resume", "r", "--total-steps", total + 300) == 0  # with what it has, it can learn
+    assert "nothing is learned" not in capfd.readouterr().out
+
+
 def test_no_replay_ratio(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An update after each look at the actors, which never waits for them."""
     watch = Watch(monkeypatch)

@@ -636,6 +636,64 @@ def test_refused_by_type(refused: Callable[..., str], flags: list[str], named: s
     assert named in refused("--env-id", "tests.paac_envs:Bandit-v0", *flags)
 
 
+def test_a_full_disk_is_named_and_keeps_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torch.save turns the OSError of a full disk into a RuntimeError."""
+    flags = ["--env-id", "tests.paac_envs:Bandit-v0", "--n-workers", "0", "--eval-episodes", "0", "--run-dir", "r"]
+    assert paac.main([*flags, "--total-steps", "400"]) == 0
+    before = (tmp_path / "r" / "checkpoint.pt").read_bytes()
+
+    def fail(state: dict, file: Any) -> None:
+        file.write(b"half of a checkpoint")
+        raise RuntimeError("unexpected pos 817472 vs 817364")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", fail)
+        assert paac.main(["--resume", "r", "--total-steps", "800"]) == 1
+    assert re.search(r"^paac.py: r: the checkpoint cannot be written: unexpected pos", capfd.readouterr().err)
+    assert (tmp_path / "r" / "checkpoint.pt").read_bytes() == before
+    assert not list((tmp_path / "r").glob("*.tmp"))
+
+
+def test_an_evaluation_that_cannot_be_written_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--env-id", "tests.paac_envs:Bandit-v0", "--n-workers", "0", "--eval-episodes", "0", "--run-dir", "r"]
+    assert paac.main([*flags, "--total-steps", "400"]) == 0
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    assert paac.main(["--evaluate", "r", "--eval-episodes", "2"]) == 1
+    stdout, stderr = capfd.readouterr()
+    assert "2 episodes: " in stdout
+    assert stderr == f"paac.py: {Path('r') / 'summary.json'} cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("limit", "free"),
+    [(None, 3000 * 1024), ("max", 3000 * 1024), ("2000000", 2_000_000 - 900_000 + 400_000), ("9000000", 3000 * 1024)],
+)
+def test_free_memory(limit: str | None, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the system has, or less where a container may have less; its cache of files is given back."""
+    files = {"proc/meminfo": "MemTotal:       9000 kB\nMemAvailable:   3000 kB\n"}
+    if limit:
+        group = "sys/fs/cgroup/memory."
+        files |= {f"{group}max": limit, f"{group}current": "900000", f"{group}stat": "anon 5\ninactive_file 400000\n"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(common.run, "Path", lambda path: tmp_path / path.lstrip("/"))
+    assert common.run.free_memory("cpu") == free
+
+
+def test_free_memory_where_nothing_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common.run, "Path", lambda path: tmp_path / path.lstrip("/"))
+    assert common.run.free_memory("cpu") == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+
+
 @pytest.mark.parametrize(("flags", "named"), [([], "CartPole-v1: no"), (["--record"], "CartPole-v1 with --record: no")])
 def test_refused_names_the_flag_that_may_be_to_blame(
     flags: list[str], named: str, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
