@@ -70,12 +70,11 @@ from common.run import (
     keep_freed_memory,
     load_part,
     make_run_dir,
-    n_cores,
     pick_device,
     read_flags,
     read_run,
 )
-from common.vec_env import WorkerError, find_spec, make_vec_env
+from common.vec_env import WorkerError, find_spec, make_vec_env, n_cores
 
 SCRIPT = "apex"
 ACTOR_MEMORY = 500e6  # bytes that an actor process needs, roughly: its libraries, games and chunks

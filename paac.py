@@ -21,10 +21,11 @@ Where the paper and its released code (github.com/Alfredvc/paac) differ or are s
 - α falls to zero over N_max (the code; the paper does not say);
 - N_max, β and the clipping threshold are the paper's with `--preset paper`, the code's with `--preset code`.
 
-Departures: a time limit does not cut the return, it bootstraps from V of the final observation; games start with
-0 to 30 no-ops (the code), the paper says 1 to 30. The paper has no vectors and no continuous actions: the MLP, its
-running normalisation, the Gaussian (its [-1, 1] stretched to the bounds of the actions) and the presets `vector` and
-`continuous` are ours. Everything is float32, but on CUDA PyTorch computes convolutions in TF32 unless told otherwise.
+Departures: a time limit does not cut the return, it bootstraps from V of the final observation; games start with 0 to
+30 no-ops (the code), the paper says 1 to 30. The paper has no vectors and no continuous actions: the MLP, its running
+normalisation, the Gaussian (its [-1, 1] stretched to the bounds of the actions) and the presets `vector` and
+`continuous` are ours. Everything is float32, but for convolutions on CUDA, which PyTorch computes in TF32 unless told
+otherwise, and for `--bfloat16`.
 """
 
 from __future__ import annotations
@@ -61,12 +62,11 @@ from common.run import (
     keep_freed_memory,
     load_part,
     make_run_dir,
-    n_cores,
     pick_device,
     read_flags,
     read_run,
 )
-from common.vec_env import WorkerError, make_vec_env
+from common.vec_env import WorkerError, make_vec_env, n_cores
 
 SCRIPT = "paac"
 
@@ -78,8 +78,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Vectors, ours: rewards of any size, and tasks that are learned in minutes.
     "vector": {"total_steps": 1_000_000, "n_envs": 16, "clip_rewards": False, "reward_scale": 0.1},
 }
-# Box actions: the weight of a Gaussian's entropy is that of Mnih et al. 2016, sec. 9; γ found on Pendulum.
-PRESETS["continuous"] = PRESETS["vector"] | {"entropy_coef": 1e-4, "gamma": 0.97}
+# Box actions: the weight of a Gaussian's entropy is that of Mnih et al. 2016, sec. 9; γ and t_max found on Pendulum.
+PRESETS["continuous"] = PRESETS["vector"] | {"entropy_coef": 1e-4, "gamma": 0.95, "t_max": 20}
 
 
 @dataclass
@@ -115,6 +115,8 @@ class Args:
     """n_w: threads (Atari) or processes (the rest; 0: none) that step them; None: 8, or fewer cores or environments"""
     arch: Literal["auto", "nips", "nature", "mlp"] = "auto"
     """network; auto: nips for images, mlp for vectors"""
+    bfloat16: bool = False
+    """images: run all but the last layer in bfloat16, faster where the processor has it; parameters stay float32"""
     t_max: int = 5
     """steps of each environment between two updates"""
     learning_rate: float | None = None
@@ -180,9 +182,11 @@ class ActorCritic(nn.Module):
     Initial weights are PyTorch's own, U(±1/√fan_in): the same as Torch7's, which PAAC and A3C used.
     """
 
-    def __init__(self, observation_space: spaces.Box, action_space: gym.Space, arch: str) -> None:
+    def __init__(
+        self, observation_space: spaces.Box, action_space: gym.Space, arch: str, bfloat16: bool = False
+    ) -> None:
         super().__init__()
-        self.discrete = isinstance(action_space, spaces.Discrete)
+        self.discrete, self.bfloat16 = isinstance(action_space, spaces.Discrete), bfloat16
         n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape)
         if arch == "nips":  # (n, 4, 84, 84) → 16x20x20 → 32x9x9 → 256
             layers = [*conv(4, 16, 8, 4), *conv(16, 32, 4, 2)]
@@ -205,7 +209,11 @@ class ActorCritic(nn.Module):
         """(n, 4, 84, 84) uint8 or (n, d) float → logits (n, n_actions) or means (n, action_dim), values (n,)."""
         if obs.dtype == torch.uint8:
             obs = obs.contiguous(memory_format=torch.channels_last).float().div_(255)
-        hidden = self.trunk(obs)
+            with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bfloat16):
+                hidden = self.trunk(obs)
+            hidden = hidden.float()
+        else:
+            hidden = self.trunk(obs)
         return self.policy(hidden), self.value(hidden).squeeze(-1)
 
     def distribution(self, outputs: Tensor) -> torch.distributions.Distribution:
@@ -301,7 +309,7 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     if args.arch == "mlp":
         torch.set_num_threads(1)  # so small a network takes twice the time with two
     envs = RecordEpisodeStatistics(make_vec_env(args.env_id, args.n_envs, args.n_workers, json.loads(args.env_kwargs)))
-    model = ActorCritic(envs.single_observation_space, envs.single_action_space, args.arch).to(device)
+    model = ActorCritic(envs.single_observation_space, envs.single_action_space, args.arch, args.bfloat16).to(device)
     optimizer = RMSProp(model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, initial_square=1.0)
     new_policy = functools.partial(make_policy, model, envs.single_action_space)
     parts = {"model": model, "optimizer": optimizer}
@@ -433,7 +441,8 @@ def main(argv: list[str] | None = None) -> int:
         if not args.evaluate:
             return train(args, checkpoint)
         env = check_env(args)
-        model = ActorCritic(env.observation_space, env.action_space, args.arch).to(pick_device(args.device))
+        model = ActorCritic(env.observation_space, env.action_space, args.arch, args.bfloat16)
+        model.to(pick_device(args.device))
         load_part("model", model, checkpoint)
         torch.manual_seed(args.seed)
         evaluate_run(SCRIPT, args, functools.partial(make_policy, model, env.action_space))

@@ -64,12 +64,11 @@ from common.run import (
     keep_freed_memory,
     load_part,
     make_run_dir,
-    n_cores,
     pick_device,
     read_flags,
     read_run,
 )
-from common.vec_env import WorkerError, make_vec_env
+from common.vec_env import WorkerError, make_vec_env, n_cores
 
 SCRIPT = "ppo_batch"
 

@@ -57,11 +57,10 @@ from common.run import (
     evaluate_run,
     load_part,
     make_run_dir,
-    n_cores,
     read_flags,
     read_run,
 )
-from common.vec_env import WorkerError, make_vec_env
+from common.vec_env import WorkerError, make_vec_env, n_cores
 
 SCRIPT = "sarsa"
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.atari import is_atari
-from common.vec_env import WorkerError, find_spec, make_env, make_vec_env
+from common.vec_env import WorkerError, find_spec, make_env, make_vec_env, n_cores
 
 PRINT_INTERVAL = 30  # seconds between two lines where there is no terminal for a progress bar
 MAX_EPISODE_STEPS = 27_000  # where an evaluated episode is cut if nothing else ends it: half an hour of Atari
@@ -80,7 +80,11 @@ def read_run(script: str, argv: list[str] | None, args: Any, fixed: tuple[str, .
         past = type(args)(**checkpoint["args"] | own)
     except TypeError as error:
         raise UsageError(f"{flag} {folder}: it is from another version of {script}.py: {error}") from error
+    if args.evaluate and not past.eval_episodes:
+        past.eval_episodes = type(args).eval_episodes
     args = read_flags(argv, past, "")
+    if args.evaluate and not (args.eval_episodes or args.record):
+        raise UsageError("--eval-episodes 0: without --record there is nothing to do")
     for name in ("env_id", "run_dir", *fixed):
         if getattr(args, name) != getattr(past, name):
             raise UsageError(f"{flag_and_value(args, name)}: {flag} {folder} has {getattr(past, name)}")
@@ -128,11 +132,6 @@ def check_range(args: Any, names: str, low: float, high: float = math.inf) -> No
 
 def flag_and_value(args: Any, name: str) -> str:
     return f"--{name.replace('_', '-')} {getattr(args, name)}"
-
-
-def n_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def pick_device(name: str) -> torch.device:
@@ -191,11 +190,15 @@ def make_run_dir(script: str, args: Any) -> None:
         UsageError: it exists or cannot be made.
     """
     name = f"{args.env_id}__{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    args.run_dir = args.run_dir or str(Path("runs") / re.sub(r"[^\w.-]", "-", name))
-    try:
-        Path(args.run_dir).mkdir(parents=True)
-    except OSError as error:
-        raise UsageError(f"--run-dir {args.run_dir}: {error.strerror}") from error
+    default, given, tries = str(Path("runs") / re.sub(r"[^\w.-]", "-", name)), args.run_dir, 1
+    while True:
+        args.run_dir = given or (default if tries == 1 else f"{default}-{tries}")
+        try:
+            return Path(args.run_dir).mkdir(parents=True)
+        except OSError as error:
+            if given or not Path(args.run_dir).exists():
+                raise UsageError(f"--run-dir {args.run_dir}: {error.strerror}") from error
+        tries += 1  # another run was started in the same second
 
 
 def to_float(value: Any) -> float:
@@ -250,6 +253,19 @@ def load_part(name: str, part: Any, checkpoint: dict) -> None:
     except (KeyError, RuntimeError, ValueError) as error:
         what = f"the checkpoint holds another {name}"
         raise UsageError(f"{what}: the environment or a flag that shapes the network has changed") from error
+
+
+class _Remembering(io.BufferedWriter):
+    """A file that keeps why a write failed: where the disk is full, torch.save says only that something went wrong."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
 
 class Run:
@@ -329,16 +345,23 @@ class Run:
 
     def count_update(self, step: int, scalars: dict[str, Any]) -> None:
         """Take note of an update; now and then log the scalars, show the progress and write a checkpoint."""
-        self.advance(step)
+        self._advance(step)
         self.updates += 1
         self.scalars = scalars
         if self.updates % self.log_interval == 0 and step > self.logged_step:  # several updates may have one step
             self._log()
-        if step - self.saved_step >= self.args.checkpoint_interval:
-            self.save()
+        self._save_if_due()
 
     def advance(self, step: int) -> None:
-        """Take note of steps without an update."""
+        """Take note of steps without an update; now and then write a checkpoint."""
+        self._advance(step)
+        self._save_if_due()
+
+    def _save_if_due(self) -> None:
+        if self.step - self.saved_step >= self.args.checkpoint_interval:
+            self.save()
+
+    def _advance(self, step: int) -> None:
         self.bar.update(step - self.step)
         self.step = step
 
@@ -373,23 +396,26 @@ class Run:
         temporary = self.dir / "checkpoint.pt.tmp"
         try:
             self._write(temporary)
-        except (OSError, RuntimeError) as error:  # torch.save: a RuntimeError where the disk is full
+        except (OSError, RuntimeError) as error:
             temporary.unlink(missing_ok=True)
             raise OSError(f"{self.dir}: the checkpoint cannot be written: {error}") from error
         temporary.replace(self.dir / "checkpoint.pt")
         self.saved_step = self.step
 
     def _write(self, temporary: Path) -> None:
-        with open(temporary, "wb") as file:
+        with _Remembering(io.FileIO(temporary, "wb")) as file:
             with self.quiet() as step:
                 if step is not None:
-                    self.advance(step)
+                    self._advance(step)
                 state = {"script": self.script, "args": dataclasses.asdict(self.args)}
                 state |= {"step": self.step, "updates": self.updates, "episodes": self.episodes}
                 state |= {"wall_seconds": self.seconds, "returns": list(self.returns)}
                 state |= {"torch_rng": torch.get_rng_state()}
                 state |= {"cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None}
-                torch.save(state | {name: part.state_dict() for name, part in self.parts.items()}, file)
+                try:
+                    torch.save(state | {name: part.state_dict() for name, part in self.parts.items()}, file)
+                except RuntimeError as error:
+                    raise file.error or error from None
             file.flush()
             os.fsync(file.fileno())
 

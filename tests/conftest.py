@@ -1,4 +1,4 @@
-"""The same start for every test, whoever runs them."""
+"""The same start for every test, whoever runs them, and the fixtures of the tests that run a trainer."""
 
 import os
 import signal
@@ -7,4 +7,57 @@ import signal
 # imported; subprocesses inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import common.run
+from tests.helpers import content, run
+
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where a shell runs the tests in its background
+
+
+@pytest.fixture
+def own_folder_and_handlers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Default run directories go into tmp_path; a run's signal handlers end with the test.
+
+    One thread: OpenMP's barriers make these small networks a hundred times slower on a machine with other work.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run with flags that must be refused: status 2, nothing started or written. Returns the one line of stderr."""
+
+    def check(trainer: ModuleType, *flags: Any) -> str:
+        def started(*arguments: Any) -> None:
+            raise AssertionError("something was started")
+
+        before = content(tmp_path)
+        capfd.readouterr()
+        with monkeypatch.context() as patch:
+            for name in ("train", "evaluate_run", "Run", "Team"):
+                patch.setattr(trainer, name, started, raising=name != "Team")  # not every trainer starts a team
+            patch.setattr(common.run, "make_vec_env", started)
+            code = run(trainer, *flags)
+        stdout, stderr = capfd.readouterr()
+        assert content(tmp_path) == before
+        assert code == 2
+        assert (stdout, len(stderr.splitlines())) == ("", 1), stderr
+        assert stderr.startswith(f"{trainer.__name__}.py: ")
+        return stderr
+
+    return check

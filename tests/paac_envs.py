@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -122,15 +118,26 @@ class Walk(gym.Env):
 
 
 class Faulty(gym.Env):
-    """Goes wrong at its step `after`, where the seed of its reset was `only` (everywhere without `only`)."""
+    """Goes wrong at its step `after`, where the seed of its reset was `only` (everywhere without `only`).
+
+    Of several faults it has the k-th when an environment with the same `stamp`, a file, goes wrong for the k-th time.
+    A step takes `pace` seconds.
+    """
 
     observation_space = spaces.Box(-1, 1, (2,), np.float32)
     action_space = spaces.Discrete(2)
 
     def __init__(
-        self, fault: str, after: int, only: int | None = None, stamp: str | None = None, render_mode: str | None = None
+        self,
+        fault: str | list[str],
+        after: int,
+        only: int | None = None,
+        stamp: str | None = None,
+        pace: float = 0.0,
+        render_mode: str | None = None,
     ) -> None:
-        self.fault, self.after, self.only, self.stamp = fault, after, only, stamp
+        self.faults, self.after, self.only = [fault] if isinstance(fault, str) else fault, after, only
+        self.stamp, self.pace = stamp, pace
         self.steps, self.seed = 0, None
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
@@ -138,23 +145,26 @@ class Faulty(gym.Env):
         return np.zeros(2, np.float32), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        time.sleep(self.pace)
         self.steps += 1
         obs, reward = np.full(2, self.steps % 3 - 1, np.float32), float(action)
         if self.steps >= self.after and self.only in (None, self.seed):
+            times = 0
             if self.stamp:
-                Path(self.stamp).touch()
-            if self.fault == "raise":
+                with open(self.stamp, "ab") as file:
+                    times = file.tell()
+                    file.write(b".")
+            fault = self.faults[times % len(self.faults)]
+            if fault == "raise":
                 raise ZeroDivisionError("the door is stuck")
-            if self.fault == "nan observation":
+            if fault == "nan observation":
                 obs = obs * np.nan
-            elif self.fault == "nan reward":
+            elif fault == "nan reward":
                 reward = float("nan")
-            elif self.fault == "huge reward":  # finite, but its square is not
+            elif fault == "huge reward":  # finite, but its square is not
                 reward = 1e35
-            elif self.fault == "hang":
+            elif fault == "hang":
                 time.sleep(120)
-            elif self.fault == "die" and multiprocessing.parent_process() is not None:  # never the test's own process
-                os.kill(os.getpid(), signal.SIGKILL)
         return obs, reward, self.steps % 7 == 0, False, {}
 
 

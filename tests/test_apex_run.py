@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -12,7 +13,6 @@ import re
 import shutil
 import signal
 import struct
-import subprocess
 import threading
 import time
 from collections import deque
@@ -36,24 +36,11 @@ import common.run
 from common.actors import Actors, Fields, Link
 from common.run import check_env
 from common.vec_env import WorkerError
-from tests import test_async_run, test_paac_run
+from tests import helpers
+from tests.helpers import check_files, checkpoint, same, squares, stop_after, summary, wait_for
 from tests.paac_envs import Bandit
-from tests.test_async_run import saved_step, squares
-from tests.test_paac_run import (
-    ENDLESS,
-    alive,
-    check_files,
-    checkpoint,
-    descendants,
-    is_helper,
-    on_linux,
-    same,
-    script,
-    stop_after,
-    summary,
-    wait_for,
-)
 
+pytestmark = pytest.mark.usefixtures("own_folder_and_handlers")
 ENV = "tests.paac_envs:{}-v0"
 SEVEN = ["--env-id", ENV.format("Faulty"), "--env-kwargs", '{"fault": "none", "after": 1}']  # 7 steps an episode
 TINY = ["--capacity", "2000", "--learning-starts", "200", "--batch-size", "16", "--chunk-size", "10"]
@@ -61,9 +48,7 @@ TINY += ["--replay-ratio", "1", "--target-interval", "10", "--eval-episodes", "0
 ONE = [*TINY, "--n-actors", "1", "--envs-per-actor", "2"]
 TWO = [*TINY, "--n-actors", "2", "--envs-per-actor", "2"]
 
-run = functools.partial(test_async_run.run, apex)
-refused_by = test_async_run.refused
-_handlers_and_threads = test_paac_run._own_folder_and_handlers
+run = functools.partial(helpers.run, apex)
 
 
 class Painted(Bandit):
@@ -246,9 +231,9 @@ class Watch:
 
 
 @pytest.fixture
-def refused(refused_by: Callable[..., str]) -> Callable[..., str]:
+def refused(refused: Callable[..., str]) -> Callable[..., str]:
     """Run with flags that must be refused: status 2, nothing started or written. Returns the one line of stderr."""
-    return functools.partial(refused_by, apex)
+    return functools.partial(refused, apex)
 
 
 def parse(*flags: Any) -> apex.Args:
@@ -590,23 +575,6 @@ def test_refused_run_directory(tmp_path: Path, refused: Callable[..., str]) -> N
     assert "--run-dir taken" in refused(*SEVEN, *ONE, "--run-dir", "taken")
 
 
-@pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
-def test_refused_checkpoint(flag: str, copied: Path, refused: Callable[..., str]) -> None:
-    state, path = checkpoint(copied), copied / "checkpoint.pt"
-    whole, more = path.read_bytes(), ["--total-steps", "9000"]
-    for size in (0, 100, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:size])
-        assert f"{flag} copy" in refused(flag, "copy", *more)
-    torch.save(state | {"script": "async_q"}, path)
-    line = refused(flag, "copy", *more)
-    assert f"{flag} copy" in line and "async_q.py" in line and "apex.py" in line
-    torch.save(state | {"args": state["args"] | {"from_the_future": 1}}, path)
-    assert f"{flag} copy" in refused(flag, "copy", *more)
-    for key in ("optimizer", "updates", "torch_rng"):
-        torch.save({name: value for name, value in state.items() if name != key}, path)
-        assert key in refused(flag, "copy", *more)
-
-
 def test_refused_resume(copied: Path, refused: Callable[..., str]) -> None:
     for flags in ([], ["--total-steps", "1000"]):  # it is complete
         line = refused("--resume", "copy", *flags)
@@ -876,97 +844,14 @@ def test_gif(here: None, tmp_path: Path) -> None:
     gif.unlink()
     check_files(tmp_path / "r")
     before = {path.name: path.read_bytes() for path in (tmp_path / "r").iterdir()}
-    assert run("--evaluate", "r", "--record") == 0
+    assert run("--evaluate", "r", "--record", "--eval-episodes", "0") == 0
     with Image.open(gif) as image:
         assert image.n_frames == 5
     gif.unlink()
     assert {path.name: path.read_bytes() for path in (tmp_path / "r").iterdir()} == before
 
 
-# ----------------------------------------------------------------------------------------- signals and deaths
-
-
-def endless(run_dir: Path, fault: str = "none", after: int = 1, stamp: Path | None = None) -> list[Any]:
-    """Flags of a run that does not end by itself, of two actors with two environments each."""
-    kwargs = {"fault": fault, "after": after} | ({"stamp": str(stamp)} if stamp else {})
-    flags = ["--env-id", ENV.format("Faulty"), "--env-kwargs", json.dumps(kwargs), *TWO, "--total-steps", ENDLESS]
-    return [*flags, "--checkpoint-interval", "200", "--replay-ratio", "0.2", "--run-dir", run_dir]
-
-
-def actors_of(process: subprocess.Popen) -> set[int]:
-    return {pid for pid in alive(descendants(process.pid)) if not is_helper(pid)}
-
-
-@on_linux
-def test_killed_actor_is_replaced(tmp_path: Path) -> None:
-    """It was the only one, and the run goes on. SIGTERM to the learner then ends it all."""
-    run_dir = tmp_path / "r"
-    with script(*endless(run_dir), "--n-actors", "1", name="apex") as process:
-        assert wait_for(lambda: saved_step(run_dir) > 0, 90)
-        (first,) = actors_of(process)
-        os.kill(first, signal.SIGKILL)
-        assert wait_for(lambda: not alive({first}) and len(actors_of(process)) == 1, 30)
-        seen, step = {first} | descendants(process.pid), saved_step(run_dir)
-        assert wait_for(lambda: saved_step(run_dir) > step + 1000, 90)
-        process.send_signal(signal.SIGTERM)
-        start = time.monotonic()
-        stdout, stderr = process.communicate(timeout=30)
-        assert (process.returncode, stderr) == (143, "") and time.monotonic() - start < 15
-        assert wait_for(lambda: not alive(seen), 10)
-    assert [line for line in stdout.splitlines() if "died" in line] == ["actor 0 died and is replaced: exit code -9"]
-    assert summary(run_dir)["status"] == "interrupted" and summary(run_dir)["eval"] is None
-    assert summary(run_dir)["steps"] == checkpoint(run_dir)["step"] > 0
-    assert f"--resume {run_dir}" in stdout.splitlines()[-1]
-
-
-@on_linux
-def test_interrupt_saves_and_ends_the_run(tmp_path: Path) -> None:
-    """SIGINT as the terminal sends it, to the whole group; no checkpoint was due, and the actor is in a long step."""
-    run_dir, stamp = tmp_path / "r", tmp_path / "stamp"
-    flags = ["--checkpoint-interval", 10**8, "--n-actors", "1"]
-    with script(*endless(run_dir, "hang", 100, stamp), *flags, name="apex") as process:
-        assert wait_for(stamp.exists, 90)
-        rest = descendants(process.pid)
-        assert len(alive(rest)) >= 1
-        time.sleep(0.5)  # for the learner to take what there is
-        os.killpg(process.pid, signal.SIGINT)
-        _, stderr = process.communicate(timeout=20)
-        assert (process.returncode, stderr) == (130, "")
-        assert wait_for(lambda: not alive(rest), 10)
-    assert summary(run_dir)["status"] == "interrupted"
-    assert summary(run_dir)["steps"] == checkpoint(run_dir)["step"] > 0
-    assert not list(run_dir.glob("*.tmp"))
-
-
-@on_linux
-def test_sigkill_of_the_learner_ends_the_actors(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Those that hang in a step as well. The last checkpoint is whole, and the run can go on from there."""
-    run_dir, stamp = tmp_path / "r", tmp_path / "stamp"
-    with script(*endless(run_dir, "hang", 400, stamp), name="apex") as process:
-        assert wait_for(lambda: stamp.exists() and saved_step(run_dir) > 0, 90)
-        rest = descendants(process.pid)
-        assert len(alive(rest)) >= 2
-        process.kill()
-        assert wait_for(lambda: not alive(rest), 10)
-    before = checkpoint(run_dir)
-    assert before["updates"] > 0 and not (run_dir / "summary.json").exists()
-    request.getfixturevalue("here")
-    total = before["step"] + 300
-    assert run("--resume", run_dir, "--env-kwargs", SEVEN[3], "--total-steps", total, "--replay-ratio", "1") == 0
-    assert checkpoint(run_dir)["step"] >= total and checkpoint(run_dir)["updates"] > before["updates"]
-
-
-@on_linux
-def test_environment_that_always_raises_ends_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_dir, stamp, others = tmp_path / "r", tmp_path / "stamp", descendants(os.getpid())
-    assert run(*endless(run_dir, "raise", 9, stamp), "--n-actors", "1") == 1
-    assert time.time() - stamp.stat().st_mtime < 10
-    assert not {pid for pid in alive(descendants(os.getpid()) - others) if not is_helper(pid)}
-    stdout, stderr = capfd.readouterr()
-    assert "actor 0 died three times" in stderr and "environment 0 of Faulty-v0" in stderr
-    assert stderr.count("ZeroDivisionError: the door is stuck") == 1 and stderr.startswith("apex.py: ")
-    assert stdout.count("actor 0 died and is replaced") == 2
-    assert summary(run_dir)["status"] == "interrupted" and saved_step(run_dir) >= 0
+# ------------------------------------------------------------------------------------------------------ deaths
 
 
 @pytest.mark.parametrize("seed", [1, 7])
@@ -1008,36 +893,18 @@ def test_replacement_of_an_actor(seed: int, here: None, tmp_path: Path, monkeypa
 # ----------------------------------------------------------------------------------------------------- faults
 
 
-def faulty(fault: str, after: int, *flags: Any) -> list[Any]:
-    kwargs = json.dumps({"fault": fault, "after": after})
-    return ["--env-id", ENV.format("Faulty"), "--env-kwargs", kwargs, *ONE, "--run-dir", "r", *flags]
-
-
-@pytest.mark.parametrize("fault", ["raise", "nan reward", "nan observation"])
-def test_fault_of_an_environment(fault: str, here: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What was learned before it is kept."""
-    assert run(*faulty(fault, 150, "--total-steps", 5000)) == 1
-    stdout, stderr = capfd.readouterr()
-    assert "actor 0 died three times" in stderr and "environment 0 of Faulty-v0" in stderr
-    assert stdout.count("died and is replaced") == 2
-    cause = "the door is stuck" if fault == "raise" else f"the {fault.split()[1]} is not finite: "
-    assert stderr.count(f"Error: {cause}") == 1
-    state = checkpoint(tmp_path / "r")
-    assert 3 * 260 <= state["step"] <= 3 * 298 and state["updates"] > 20  # 149 steps each time, not all of them sent
-    assert all(p.isfinite().all() for p in state["model"].values())
-    assert summary(tmp_path / "r")["status"] == "interrupted" and summary(tmp_path / "r")["steps"] == state["step"]
-
-
 def test_loss_that_is_not_finite(stopped: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The last checkpoint is the one before it, and from there the run can go on."""
+    """The last checkpoint is of before it, with what had been learned, and from there the run can go on."""
     run_dir = tmp_path / "r"
-    before = (run_dir / "checkpoint.pt").read_bytes()
+    before = checkpoint(run_dir)
     flags = ["--resume", "r", "--checkpoint-interval", "1", "--total-steps", stopped["step"] + 500, "--env-kwargs"]
     capfd.readouterr()
     assert run(*flags, '{"fault": "huge reward", "after": 50}') == 1
     stderr = capfd.readouterr().err
     assert len(stderr.splitlines()) == 1 and "norm" in stderr and "inf" in stderr and stderr.startswith("apex.py: ")
-    assert (run_dir / "checkpoint.pt").read_bytes() == before and not list(run_dir.glob("*.tmp"))
+    after = checkpoint(run_dir)  # saved while the memory filled
+    assert all(same(after[part], before[part]) for part in ("model", "target_model", "optimizer", "updates"))
+    assert after["step"] > before["step"] and not list(run_dir.glob("*.tmp"))
     assert run(*flags, SEVEN[3]) == 0
     assert checkpoint(run_dir)["updates"] > 12
 
@@ -1069,33 +936,6 @@ def test_parameters_that_overflow(
     assert (tmp_path / "r" / "checkpoint.pt").read_bytes() == before
     assert len(stderr.splitlines()) == 1, stderr
     assert any(word in stderr for word in ("finite", "nan", "inf"))
-
-
-def test_failed_write_leaves_the_last_checkpoint(
-    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    save, steps = torch.save, []
-
-    def failing(state: dict, file: Any) -> None:
-        steps.append(state["step"])
-        if len(steps) == 3:
-            file.write(b"half of a checkpoint")
-            raise OSError(28, "No space left on device")
-        save(state, file)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", failing)
-        flags = [*SEVEN, *ONE, "--checkpoint-interval", "50", "--save-replay", "--run-dir", "r"]
-        assert run(*flags, "--total-steps", "1000") == 1
-    assert "No space left on device" in capfd.readouterr().err
-    assert len(steps) == 3 and checkpoint(tmp_path / "r")["step"] == steps[1] >= steps[0] + 50
-    assert run("--resume", "r") == 0
-    check_files_of_a_resumed_run(tmp_path / "r")
-
-
-def check_files_of_a_resumed_run(run_dir: Path) -> None:
-    names = {path.name for path in run_dir.iterdir() if "tfevents" not in path.name}
-    assert names == {"args.json", "checkpoint.pt", "summary.json"}
 
 
 # ---------------------------------------------------------------------------- what learner and actors exchange
@@ -1491,6 +1331,16 @@ def test_a_run_that_can_learn_nothing_says_so(
     assert ("nothing is learned" in capfd.readouterr().out) == told == (checkpoint(tmp_path / "r")["updates"] == 0)
     assert run("--resume", "r", "--total-steps", total + 300) == 0  # with what it has, it can learn
     assert "nothing is learned" not in capfd.readouterr().out
+
+
+def test_checkpoints_before_learning_begins(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the memory holds by then would be lost as well."""
+    saved, save = [], apex.Run.save
+    monkeypatch.setattr(apex.Run, "save", lambda self: (saved.append((self.step, self.updates)), save(self)))
+    flags = ["--env-id", "CartPole-v1", *ONE, "--learning-starts", "1000", "--checkpoint-interval", "100"]
+    assert run(*flags, "--save-replay", "--total-steps", "600", "--run-dir", "r") == 0
+    steps = [step for step, updates in saved if updates == 0]
+    assert len(steps) == len(saved) >= 4 and all(100 <= b - a < 200 for a, b in itertools.pairwise([0, *steps[:-1]]))
 
 
 def test_no_replay_ratio(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,9 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,20 +30,23 @@ import nstep_q
 import sarsa
 from common.hogwild import Team, Worker, hand_over, share
 from common.vec_env import enter_worker, start_worker
-from tests.paac_envs import Bandit
-from tests.test_paac_run import (
+from tests.helpers import (
     ENDLESS,
-    alive,
     check_files,
     checkpoint,
-    descendants,
-    is_helper,
+    members,
     on_linux,
+    run,
     same,
     script,
+    squares,
     summary,
     wait_for,
+    workers_of,
 )
+from tests.paac_envs import Bandit
+
+pytestmark = pytest.mark.usefixtures("own_folder_and_handlers")
 
 TRAINERS = [a3c, async_q, nstep_q, sarsa]
 Q_LEARNERS = [async_q, nstep_q, sarsa]
@@ -57,14 +59,8 @@ ONE = ["--n-processes", "1", "--eval-episodes", "0"]
 
 
 @pytest.fixture(autouse=True)
-def _own_folder_and_handlers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run directories go into tmp_path, evaluation starts no processes, a run's signal handlers end with the test."""
-    monkeypatch.chdir(tmp_path)
+def _evaluates_without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common.run, "n_cores", lambda: 0)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 class Here:
@@ -111,23 +107,10 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common.crew, "enter_worker", lambda: None)
 
 
-def run(trainer: ModuleType, *flags: Any) -> int:
-    """The trainer's main in this process; the exit status."""
-    try:
-        return trainer.main([str(flag) for flag in flags])
-    except SystemExit as error:
-        return error.code
-
-
 def numbers(state: dict[str, Any]) -> dict[str, Any]:
     """Everything in a checkpoint that was learned: parameters and statistics."""
     models = {key: state[key] for key in state if key in ("model", "target_model")}
     return models | {key: state[key]["state"] for key in state if key.startswith("optimizer_")}
-
-
-def squares(state: dict[str, Any], name: str = "optimizer_0") -> Tensor:
-    """The statistics of an optimizer in a checkpoint as one vector."""
-    return torch.cat([x.flatten() for entry in state[name]["state"].values() for x in entry.values()])
 
 
 @pytest.fixture(scope="module")
@@ -425,16 +408,6 @@ def test_refused_resume(trainer: ModuleType, copied: Callable[[ModuleType], Path
         assert other[0] in refused(trainer, "--resume", run_dir, "--total-steps", "300", *other)
 
 
-@each_trainer
-@pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
-def test_refused_run_of_another_script(
-    trainer: ModuleType, flag: str, copied: Callable[[ModuleType], Path], refused: Callable[..., str]
-) -> None:
-    other = TRAINERS[(TRAINERS.index(trainer) + 1) % len(TRAINERS)]
-    line = refused(trainer, flag, copied(other))
-    assert flag in line and f"{other.__name__}.py" in line and f"{trainer.__name__}.py" in line
-
-
 # ------------------------------------------------------------------------------------------------- optimizers
 
 
@@ -558,67 +531,7 @@ def test_quiet_waits_for_nobody_for_ever(states: list[str], seconds: int, monkey
         assert team.flags[common.hogwild.PAUSE] == 0
 
 
-# ----------------------------------------------------------------------------------------- signals and deaths
-
-
-def endless(run_dir: Path, n_processes: int) -> list[Any]:
-    flags = [*ENV, "--n-processes", n_processes, "--total-steps", ENDLESS, "--checkpoint-interval", "200"]
-    return [*flags, "--run-dir", run_dir]
-
-
-def actor_learners(process: subprocess.Popen) -> set[int]:
-    return {pid for pid in alive(descendants(process.pid)) if not is_helper(pid)}
-
-
-def saved_step(run_dir: Path) -> int:
-    return checkpoint(run_dir)["step"] if (run_dir / "checkpoint.pt").exists() else -1
-
-
-@on_linux
-def test_killed_actor_learners_are_replaced(tmp_path: Path) -> None:
-    """One, then all but one at once. SIGTERM to the parent ends it all."""
-    run_dir = tmp_path / "r"
-    with script(*endless(run_dir, 3), name="a3c") as process:
-        assert wait_for(lambda: saved_step(run_dir) > 0, 60)
-        seen = set()
-        for n in (1, 2):
-            team = actor_learners(process)
-            assert len(team) == 3
-            victims, seen = set(sorted(team)[:n]), seen | team
-            for pid in victims:
-                os.kill(pid, signal.SIGKILL)
-            assert wait_for(lambda: not alive(victims) and len(actor_learners(process)) == 3, 20)  # noqa: B023
-            step = saved_step(run_dir)
-            assert wait_for(lambda: saved_step(run_dir) > step + 1000, 60)  # noqa: B023
-        seen |= descendants(process.pid)
-        process.send_signal(signal.SIGTERM)
-        start = time.monotonic()
-        stdout, stderr = process.communicate(timeout=30)
-        assert (process.returncode, stderr) == (143, "") and time.monotonic() - start < 15
-        assert wait_for(lambda: not alive(seen), 10)
-    events = [line for line in stdout.splitlines() if "died and is replaced: exit code -9" in line]
-    assert len(events) == 3 and all(line.startswith("actor-learner ") for line in events)
-    assert summary(run_dir)["status"] == "interrupted" and summary(run_dir)["eval"] is None
-    assert summary(run_dir)["steps"] == checkpoint(run_dir)["step"] > 0
-    assert f"--resume {run_dir}" in stdout.splitlines()[-1]
-
-
-@on_linux
-def test_interrupt_saves_and_ends_the_run(tmp_path: Path) -> None:
-    """SIGINT as the terminal sends it, to the whole group."""
-    run_dir, stamp = tmp_path / "r", tmp_path / "stamp"
-    kwargs = json.dumps({"fault": "none", "after": 100, "stamp": str(stamp)})
-    flags = ["--env-kwargs", kwargs, "--checkpoint-interval", 10**8]
-    with script(*endless(run_dir, 1), *flags, name="a3c") as process:
-        assert wait_for(stamp.exists, 60)
-        rest = descendants(process.pid)
-        os.killpg(process.pid, signal.SIGINT)
-        _, stderr = process.communicate(timeout=20)
-        assert (process.returncode, stderr) == (130, "")
-        assert wait_for(lambda: not alive(rest), 10)
-    assert summary(run_dir)["status"] == "interrupted"
-    assert summary(run_dir)["steps"] == checkpoint(run_dir)["step"] >= 99
-    assert not list(run_dir.glob("*.tmp"))
+# ---------------------------------------------------------------------------------------------------- signals
 
 
 def start_under_interrupt(connection: Any) -> None:
@@ -637,55 +550,12 @@ def test_interrupt_while_an_actor_learner_starts(capfd: pytest.CaptureFixture[st
     assert capfd.readouterr().err == ""
 
 
-@on_linux
-def test_sigkill_of_the_parent_ends_the_actor_learners(tmp_path: Path) -> None:
-    """Those in the middle of a step as well."""
-    kwargs = {"fault": "hang", "after": 30, "stamp": str(tmp_path / "stamp")}
-    flags = ["--env-id", "tests.paac_envs:Faulty-v0", "--env-kwargs", json.dumps(kwargs), "--n-processes", "2"]
-    with script(*flags, "--total-steps", ENDLESS, "--run-dir", tmp_path / "r", name="a3c") as process:
-        assert wait_for((tmp_path / "stamp").exists, 60)
-        team = descendants(process.pid)
-        assert len(alive(team)) >= 2
-        process.kill()
-        assert wait_for(lambda: not alive(team), 10)
-
-
 # ----------------------------------------------------------------------------------------------------- faults
 
 
 def faulty(fault: str, after: int, *flags: Any) -> list[Any]:
     kwargs = json.dumps({"fault": fault, "after": after})
     return ["--env-id", "tests.paac_envs:Faulty-v0", "--env-kwargs", kwargs, *ONE, "--run-dir", "r", *flags]
-
-
-@on_linux
-def test_environment_that_always_raises_ends_the_script(tmp_path: Path) -> None:
-    flags = faulty("raise", 10, "--total-steps", ENDLESS, "--run-dir", tmp_path / "r")
-    with script(*flags, name="a3c") as process:
-        assert wait_for(lambda: actor_learners(process), 60)
-        stdout, stderr = process.communicate(timeout=120)
-        assert process.returncode == 1
-        assert not alive(descendants(process.pid))
-    assert "three times" in stderr and "environment 0 of Faulty-v0" in stderr
-    assert stderr.count("ZeroDivisionError: the door is stuck") == 1
-    assert stdout.count("actor-learner 0 died and is replaced") == 2
-    assert summary(tmp_path / "r")["status"] == "interrupted" and saved_step(tmp_path / "r") >= 0
-
-
-@each_trainer
-@pytest.mark.parametrize("fault", ["raise", "nan reward", "nan observation"])
-def test_fault_of_an_environment(
-    trainer: ModuleType, fault: str, here: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """What was learned before it is kept."""
-    assert run(trainer, *faulty(fault, 10, "--total-steps", ENDLESS)) == 1
-    stdout, stderr = capfd.readouterr()
-    assert "environment 0 of Faulty-v0" in stderr and stdout.count("died and is replaced") == 2
-    cause = "the door is stuck" if fault == "raise" else f"the {fault.split()[1]} is not finite: "
-    assert stderr.count(f"Error: {cause}") == 1
-    state = checkpoint(tmp_path / "r")
-    assert 0 <= state["step"] <= 27 and all(p.isfinite().all() for p in state["model"].values())  # 9 steps each time
-    assert summary(tmp_path / "r")["status"] == "interrupted"
 
 
 def test_steps_before_the_last_death_are_counted(here: None, tmp_path: Path) -> None:
@@ -715,12 +585,11 @@ def test_loss_that_is_not_finite_ends_the_script(tmp_path: Path) -> None:
     """One of two processes says so; the other is ended, and what it does meanwhile is not saved."""
     run_dir = tmp_path / "r"
     flags = faulty("huge reward", 3000, "--total-steps", ENDLESS, "--checkpoint-interval", "1", "--n-processes", "2")
-    with script(*flags, "--run-dir", run_dir, name="a3c") as process:
-        assert wait_for(lambda: actor_learners(process), 60)
-        rest = descendants(process.pid)
+    with script("a3c", *flags, "--run-dir", run_dir) as process:
+        assert wait_for(lambda: workers_of(process), 60)
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 1 and len(stderr.splitlines()) == 1 and "inf" in stderr, stderr
-        assert wait_for(lambda: not alive(rest), 10)
+        assert wait_for(lambda: not members(process), 10)
     state = checkpoint(run_dir)
     assert 0 < state["step"] < 6000
     assert all(tensor.isfinite().all() for tensor in [squares(state), *state["model"].values()])
@@ -745,34 +614,6 @@ def test_parameters_that_overflow(
 
 
 # -------------------------------------------------------------------------------------------------- bad input
-
-
-@pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run with flags that must be refused: status 2, nothing started or written. Returns the one line of stderr."""
-
-    def content() -> dict[str, bytes | None]:
-        return {str(p): p.read_bytes() if p.is_file() else None for p in tmp_path.rglob("*")}
-
-    def check(trainer: ModuleType, *flags: Any) -> str:
-        def started(*arguments: Any) -> None:
-            raise AssertionError("something was started")
-
-        before = content()
-        capfd.readouterr()
-        with monkeypatch.context() as patch:
-            for name in ("train", "evaluate_run", "Run", "Team"):
-                patch.setattr(trainer, name, started, raising=name != "Team")  # ppo_batch starts no team
-            patch.setattr(common.run, "make_vec_env", started)
-            code = run(trainer, *flags)
-        stdout, stderr = capfd.readouterr()
-        assert content() == before
-        assert code == 2
-        assert (stdout, len(stderr.splitlines())) == ("", 1), stderr
-        assert stderr.startswith(f"{trainer.__name__}.py: ")
-        return stderr
-
-    return check
 
 
 @each_q_learner
@@ -854,15 +695,6 @@ def test_refused_epsilons(
 )
 def test_refused_by_one(trainer: ModuleType, flags: list[str], refused: Callable[..., str]) -> None:
     assert flags[0] in refused(trainer, *BANDIT, *flags)
-
-
-def test_refused_script(tmp_path: Path) -> None:
-    """The status and the line as a shell sees them."""
-    with script("--env-id", "Pendulum-v1", "--run-dir", tmp_path / "r", name="sarsa") as process:
-        stdout, stderr = process.communicate(timeout=60)
-        assert (process.returncode, stdout, len(stderr.splitlines())) == (2, "", 1)
-        assert "--env-id Pendulum-v1" in stderr and "Box(-2.0, 2.0, (1,), float32)" in stderr
-    assert not (tmp_path / "r").exists()
 
 
 # --------------------------------------------------------------------------------------------------- learning

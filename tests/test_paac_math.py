@@ -21,6 +21,7 @@ from torch import Tensor
 
 import paac
 from tests import paac_envs
+from tests.helpers import check_bfloat16
 
 ROOT = Path(__file__).parent.parent
 IMAGE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
@@ -339,6 +340,15 @@ def test_network_gives_the_numbers_of_a_plain_contiguous_one(arch: str) -> None:
     x = F.relu(F.linear(x.reshape(3, -1), next(params), next(params)))
     torch.testing.assert_close(logits, F.linear(x, next(params), next(params)), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(values, F.linear(x, next(params), next(params))[:, 0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("arch", ["nips", "nature"])
+def test_bfloat16_is_near_float32(arch: str) -> None:
+    torch.manual_seed(1)
+    exact = paac.ActorCritic(IMAGE, spaces.Discrete(6), arch)
+    rough = paac.ActorCritic(IMAGE, spaces.Discrete(6), arch, bfloat16=True)
+    rough.load_state_dict(exact.state_dict())
+    check_bfloat16(exact, rough)
 
 
 def test_network_leaves_its_input_alone() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import ppo_batch
 from tests import paac_envs
+from tests.helpers import check_bfloat16
 from tests.test_paac_math import IMAGE, VECTOR, forward_sum, random_obs
 
 KINDS = ("", "terminated", "truncated")
@@ -266,20 +267,11 @@ def test_initial_weights_for_vectors_are_orthogonal() -> None:
 
 
 def test_bfloat16_is_near_float32() -> None:
-    """A number of bfloat16 has 8 bits: the values differ, by little; parameters and gradients stay float32."""
     torch.manual_seed(1)
-    obs = torch.randint(0, 256, (8, *IMAGE.shape), dtype=torch.uint8)
     exact = ppo_batch.ActorCritic(IMAGE, spaces.Discrete(6), "nature")
     rough = ppo_batch.ActorCritic(IMAGE, spaces.Discrete(6), "nature", bfloat16=True)
     rough.load_state_dict(exact.state_dict())
-    for ours, expected in zip(rough(obs), exact(obs), strict=True):
-        assert ours.dtype == torch.float32 and not torch.equal(ours, expected)
-        torch.testing.assert_close(ours, expected, atol=0.02 * expected.abs().max().item(), rtol=0.02)
-    for network in (exact, rough):
-        network(obs)[1].square().sum().backward()
-    for p, q in zip(exact.trunk.parameters(), rough.trunk.parameters(), strict=True):
-        assert q.dtype == q.grad.dtype == torch.float32
-        assert torch.cosine_similarity(p.grad.flatten(), q.grad.flatten(), dim=0) > 0.99
+    check_bfloat16(exact, rough)
 
 
 def test_policy_starts_near_uniform() -> None:

@@ -1,4 +1,4 @@
-"""Each trainer stands alone in its file, and what two files share is word for word the same (design, sec. 1)."""
+"""Each trainer stands alone in its file, and what two files share is word for word the same."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from ale_py.vector_env import AtariVectorEnv
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from common import vec_env
 from common.vec_env import VecEnv, WorkerError, enter_worker, find_spec, make_env, make_vec_env, start_worker
 from tests import envs as test_envs
 from tests.envs import CountingEnv, FailingEnv, NotFiniteEnv, RandomEnv, SlowEnv
@@ -613,3 +614,31 @@ def test_an_id_with_a_module_imports_it(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_misspelled_id_gets_a_suggestion(wrong: str, right: str) -> None:
     with pytest.raises(gym.error.Error, match=f"Did you mean.*{right}"):
         make_vec_env(wrong, 2)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads times in /proc")
+@pytest.mark.parametrize(("cores", "waits"), [(2, True), (1, False)])
+def test_only_a_worker_with_a_core_of_its_own_waits_awake(
+    cores: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It uses its core, steps as any other, and ends at once when it is to, however long it would wait."""
+    monkeypatch.setattr(vec_env, "AWAKE_SECONDS", 60.0)
+    monkeypatch.setattr(vec_env, "n_cores", lambda: cores)
+    envs = VecEnv([CountingEnv] * 2, 2)
+    try:
+        envs.reset(seed=0)
+        envs.step(np.zeros(envs.action_space.shape, envs.action_space.dtype))
+
+        def busy() -> float:
+            times = [
+                Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split() for worker in envs._workers
+            ]
+            return sum(int(fields[11]) + int(fields[12]) for fields in times) / os.sysconf("SC_CLK_TCK")
+
+        before = busy()
+        time.sleep(1)
+        assert (busy() - before > 0.2) == waits
+    finally:
+        start = time.monotonic()
+        envs.close()
+    assert time.monotonic() - start < 2

@@ -1,0 +1,428 @@
+"""The faults of all seven: what becomes of every trainer's script when something fails.
+
+The runs of a trainer here are one run, which has one fault after the other and is resumed after each, so that every
+fault also shows that one can go on from what the one before it left. The script is a copy, in a folder with nothing
+beside it but common/ and the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from common.run import env_seed
+from tests.helpers import (
+    ENDLESS,
+    ROOT,
+    checkpoint,
+    content,
+    members,
+    on_linux,
+    saved_step,
+    script,
+    summary,
+    wait_for,
+    workers_of,
+)
+
+pytestmark = on_linux
+INTERVAL = 100  # steps between two checkpoints
+PACE = 0.004  # seconds that a step of an environment takes, so that a machine with other work keeps up with it
+START = 180  # seconds that a script may take to start, or to end of itself, on such a machine
+
+
+class Small(NamedTuple):
+    """How a trainer runs within seconds."""
+
+    flags: list[str]
+    role: str  # of its processes
+    n_envs: int
+    late: int  # steps that a checkpoint may come late: an update, or what others do while the parent looks elsewhere
+
+
+VECTOR = ["--n-envs", "4", "--n-workers", "1", "--t-max", "5"]  # 20 steps an update
+APEX = ["--n-actors", "1", "--envs-per-actor", "2", "--capacity", "2000", "--learning-starts", "50"]
+APEX += ["--batch-size", "16", "--chunk-size", "10", "--replay-ratio", "1", "--save-replay"]
+ONE = ["--n-processes", "1"]
+SMALL = {
+    "paac": Small(VECTOR, "worker", 4, 20),
+    "ppo_batch": Small([*VECTOR, "--minibatch-size", "10", "--update-epochs", "2"], "worker", 4, 20),
+    "apex": Small(APEX, "actor", 2, 200),
+    "a3c": Small(ONE, "actor-learner", 1, 200),
+    "async_q": Small(ONE, "actor-learner", 1, 200),
+    "nstep_q": Small(ONE, "actor-learner", 1, 200),
+    "sarsa": Small(ONE, "actor-learner", 1, 200),
+}
+
+over = threading.Event()  # the tests end: nothing more is to be started
+
+
+class Story:
+    """The run of a trainer."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder, self.code, self.small = name, folder, folder / "code", SMALL[name]
+        self.replaces = self.small.role != "worker"  # processes that die
+        shutil.copytree(ROOT / "common", self.code / "common", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / f"{name}.py", self.code)
+        (self.code / "tests").mkdir()
+        shutil.copy(ROOT / "tests" / "paac_envs.py", self.code / "tests")
+        self.outcomes: dict[str, Future] = {}  # of the faults that it is to have, in their order
+        self.n_runs = 0
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        self.n_runs += 1
+        self.run_dir = self.folder / f"run_{self.n_runs}"
+
+    def finished_run(self) -> Path:
+        """The run directory with a checkpoint in it."""
+        if not (self.run_dir / "checkpoint.pt").exists():
+            goes_on_to_the_end(self)
+        return self.run_dir
+
+    @property
+    def step(self) -> int:
+        return max(0, saved_step(self.run_dir))
+
+    @property
+    def stamp(self) -> Path:
+        """A file that an environment writes when it goes wrong, one for each use."""
+        return self.folder / f"stamp_{self.run_dir.name}_{self.step}"
+
+    def script(self, *flags: Any) -> contextlib.AbstractContextManager[subprocess.Popen]:
+        assert not over.is_set()
+        return script(self.name, *flags, folder=self.code)
+
+    def go_on(self, *flags: Any, **env_kwargs: Any) -> contextlib.AbstractContextManager[subprocess.Popen]:
+        """The script, from the last checkpoint where there is one."""
+        env_kwargs = {"fault": "none", "after": 1, "pace": PACE} | env_kwargs
+        if (self.run_dir / "checkpoint.pt").exists():
+            start = ["--resume", self.run_dir]
+        else:
+            start = ["--env-id", "tests.paac_envs:Faulty-v0", "--seed", "1", "--eval-episodes", "0", *self.small.flags]
+            start += ["--run-dir", self.run_dir]
+        start += ["--env-kwargs", json.dumps(env_kwargs), "--total-steps", ENDLESS, "--checkpoint-interval", INTERVAL]
+        return self.script(*start, *flags)
+
+    def one_environment(self) -> dict[str, int]:
+        """That the third of several workers' environments is the one to go wrong."""
+        return {} if self.replaces else {"only": env_seed(1, self.step) + 2}
+
+    def check(self, least: int, most: float = float("inf")) -> None:
+        """The checkpoint is whole, sound, and of one of these steps."""
+        state = checkpoint(self.run_dir)
+        assert least <= state["step"] <= most and state["updates"] > 0
+        assert all(tensor.isfinite().all() for tensor in state["model"].values())
+
+    def check_summary(self, status: str) -> None:
+        result = summary(self.run_dir)
+        assert (result["status"], result["steps"], result["eval"]) == (status, self.step, None)
+        assert not list(self.run_dir.glob("*.tmp"))
+
+
+def end(process: subprocess.Popen, code: int, seconds: float = START) -> tuple[str, str]:
+    """Wait for the end of the script; its output. None of its processes is left."""
+    stdout, stderr = process.communicate(timeout=seconds)
+    assert process.returncode == code, stderr
+    assert wait_for(lambda: not members(process), 10)
+    return stdout, stderr
+
+
+# ------------------------------------------------------------------------------------------------------- faults
+
+
+def help_is_shown(story: Story) -> None:
+    with story.script("--help") as process:
+        stdout, stderr = end(process, 0)
+    assert stderr == "" and "--total-steps" in stdout
+
+
+def full_disk(story: Story) -> None:
+    """A file that may not become larger stands for it: both are an OSError of the write."""
+    before = story.step
+    with story.go_on() as process:
+        assert wait_for(lambda: story.step > before, START)
+        size = (story.run_dir / "checkpoint.pt").stat().st_size
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size // 2, size // 2))
+        _, stderr = end(process, 1)
+    assert stderr.startswith(f"{story.name}.py: {story.run_dir}: the checkpoint cannot be written: ")
+    assert len(stderr.splitlines()) == 1
+    story.check(before + INTERVAL)
+    assert not list(story.run_dir.glob("*.tmp"))
+    assert "File too large" in stderr
+
+
+def sigkill_of_the_parent(story: Story) -> None:
+    """While a worker is in a step that would take long. What is lost is one interval at most, and one update."""
+    before, n_steps = story.step, 600
+    fault = {"fault": "hang", "after": n_steps // story.small.n_envs + 1, "stamp": str(story.stamp)}
+    summary_before = (story.run_dir / "summary.json").exists()
+    with story.go_on(**fault, **story.one_environment()) as process:
+        assert wait_for(Path(fault["stamp"]).exists, START)
+        assert len(workers_of(process)) == 1
+        process.kill()
+        assert wait_for(lambda: not members(process), 10)
+    story.check(before + n_steps - INTERVAL - story.small.late, before + n_steps)
+    assert (story.run_dir / "summary.json").exists() == summary_before
+
+
+def sigterm(story: Story) -> None:
+    before = story.step
+    with story.go_on() as process:
+        assert wait_for(lambda: story.step > before, START)
+        assert workers_of(process)
+        process.send_signal(signal.SIGTERM)
+        stdout, stderr = end(process, 143, 15)
+    assert stderr == "" and f"--resume {story.run_dir}" in stdout.splitlines()[-1]
+    story.check(before + INTERVAL)
+    story.check_summary("interrupted")
+
+
+def sigint(story: Story) -> None:
+    """As the terminal sends it, to the whole group; no checkpoint was due, and an actor is in a long step."""
+    before, after = story.step, {"worker": 25, "actor": 51, "actor-learner": 101}[story.small.role]
+    fault = {"fault": "hang" if story.replaces else "none", "after": after, "stamp": str(story.stamp)}
+    with story.go_on("--checkpoint-interval", 10**8, **fault) as process:
+        assert wait_for(Path(fault["stamp"]).exists, START)
+        assert workers_of(process)
+        os.killpg(process.pid, signal.SIGINT)
+        stdout, stderr = end(process, 130, 20)
+    assert stderr == "" and f"--resume {story.run_dir}" in stdout.splitlines()[-1]
+    story.check(before + (10 if story.name == "apex" else 100))  # apex: those whose chunks have come
+    story.check_summary("interrupted")
+
+
+def environment_fails(story: Story) -> None:
+    """Three times. What was learned before is kept, although no checkpoint was due."""
+    causes = {
+        "nan reward": "FloatingPointError: the reward is not finite: nan",
+        "nan observation": "FloatingPointError: the observation is not finite: [nan nan]",
+        "raise": "ZeroDivisionError: the door is stuck",
+    }
+    if story.replaces:  # a process has three lives: only the last fault ends the run
+        before, stamp, after = story.step, story.stamp, 150 if story.name == "apex" else 10
+        faults = [fault for cause in causes for fault in (cause, *["none"] * (story.small.n_envs - 1))]
+        kwargs = {"fault": faults, "after": after, "stamp": str(stamp), "pace": 0}
+        with story.go_on("--checkpoint-interval", 10**8, **kwargs) as process:
+            stdout, stderr = end(process, 1)
+            assert time.time() - stamp.stat().st_mtime < 10
+        assert stdout.count(f"{story.small.role} 0 died and is replaced: ") == 2
+        assert all(stdout.count(text) == 1 for text in (causes["nan reward"], causes["nan observation"]))
+        assert stderr.startswith(f"{story.name}.py: {story.small.role} 0 died three times")
+        check_traceback(stderr, "environment 0 of Faulty-v0", causes["raise"])
+        if story.name == "apex":  # 149 steps of each environment in each life, not all of them sent
+            story.check(before + 3 * 260, before + 3 * 298)
+        else:
+            story.check(before + 27, before + 27)
+        story.check_summary("interrupted")
+        return
+    for fault, cause in causes.items():
+        before, stamp, n_workers = story.step, story.stamp, 2 if fault == "raise" else 0
+        flags = ["--checkpoint-interval", 10**8, "--n-workers", n_workers]
+        kwargs = {"fault": fault, "after": 38, "stamp": str(stamp), "pace": 0}  # in the eighth update of 20 steps
+        with story.go_on(*flags, **kwargs, **story.one_environment()) as process:
+            assert wait_for(lambda n=n_workers: len(workers_of(process)) == n, START)
+            _, stderr = end(process, 1)
+            assert time.time() - stamp.stat().st_mtime < 10
+        check_traceback(stderr, f"{'worker 1, ' if n_workers else ''}environment 2 of Faulty-v0", cause)
+        story.check(before + 140, before + 140)
+        story.check_summary("interrupted")
+
+
+def check_traceback(stderr: str, where: str, cause: str) -> None:
+    assert where in stderr
+    assert stderr.count("Traceback") == 1 and stderr.count(cause) == 1
+
+
+def sigkill_of_a_worker(story: Story) -> None:
+    """It ends the run, where the others can do nothing without it."""
+    before = story.step
+    with story.go_on("--n-workers", 2) as process:
+        assert wait_for(lambda: story.step > before, START)
+        os.kill(max(workers_of(process)), signal.SIGKILL)
+        _, stderr = end(process, 1, 10)
+    assert len(stderr.splitlines()) == 1
+    assert "worker 1 (environments 2 to 3 of Faulty-v0) died with exit code -9" in stderr
+    story.check(before + INTERVAL)
+    story.check_summary("interrupted")
+
+
+def sigkill_of_an_actor(story: Story) -> None:
+    """The run goes on to its end with others in the place of one, and then of all at once."""
+    before, n = story.step, 2 if story.name == "a3c" else 1
+    several = ["--n-processes", n] if story.name == "a3c" else []
+    with story.go_on("--total-steps", before + 600 * n, *several) as process:
+        assert wait_for(lambda: story.step > before, START)
+        killed = set()
+        for k in range(1, n + 1):
+            assert wait_for(lambda: len(workers_of(process)) == n, START)
+            victims = set(sorted(workers_of(process))[:k])
+            killed |= victims
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+            assert wait_for(lambda: not victims & members(process), 10)  # noqa: B023
+        stdout, stderr = end(process, 0)
+    events = [line for line in stdout.splitlines() if "died" in line]
+    assert len(events) == len(killed) and stderr == ""
+    assert all(line.endswith("died and is replaced: exit code -9") for line in events)
+    assert all(line.startswith(f"{story.small.role} ") for line in events)
+    story.check(before + 600 * n)
+    story.check_summary("completed")
+
+
+def goes_on_to_the_end(story: Story) -> None:
+    total = story.step + 100
+    with story.go_on("--total-steps", total) as process:
+        _, stderr = end(process, 0)
+    assert stderr == ""
+    story.check(total)
+    story.check_summary("completed")
+
+
+# ------------------------------------------------------------------------------------------- damaged checkpoints
+
+
+class Payload:
+    """What an attacker pickles: loading it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path.with_name("ran"))
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (self.path,)
+
+
+class Damage(NamedTuple):
+    """What may be wrong with a run directory."""
+
+    do: Callable[[Path, dict], Any]  # to the file checkpoint.pt, and what is in it
+    named: str  # in the one line for the user
+    flags: tuple[str, ...] = ()
+
+
+def cut(size: float) -> Damage:
+    """Only a part of the file is left."""
+    return Damage(lambda path, state: os.truncate(path, int(size * path.stat().st_size)), "checkpoint.pt is damaged")
+
+
+def without(part: str) -> Damage:
+    def do(path: Path, state: dict) -> None:
+        torch.save({key: value for key, value in state.items() if not key.startswith(part)}, path)
+
+    return Damage(do, f"it lacks {part}")
+
+
+DAMAGES = {
+    "empty folder": Damage(lambda path, state: path.unlink(), "it holds no checkpoint.pt"),
+    "truncated": cut(0.5),
+    "payload": Damage(
+        lambda path, state: torch.save(state | {"returns": Payload(path)}, path), "checkpoint.pt is damaged or not"
+    ),
+    "another trainer": Damage(
+        lambda path, state: torch.save(state | {"script": "dqn"}, path), "checkpoint.pt was written by dqn.py, not by"
+    ),
+    "another environment": Damage(lambda path, state: None, "--env-id CartPole-v1: ", ("--env-id", "CartPole-v1")),
+    "empty": cut(0),
+    "the beginning": cut(0.01),
+    "all but the end": cut(0.9999),
+    "pickle": Damage(
+        lambda path, state: path.write_bytes(pickle.dumps(state | {"returns": Payload(path)})),
+        "checkpoint.pt is damaged",
+    ),
+    "another version": Damage(
+        lambda path, state: torch.save(state | {"args": state["args"] | {"from_the_future": 1}}, path),
+        "it is from another version of",
+    ),
+    "another folder": Damage(lambda path, state: None, "--run-dir elsewhere: ", ("--run-dir", "elsewhere")),
+    **{f"without {part}": without(part) for part in ("step", "updates", "episodes", "wall_seconds", "returns")},
+    **{f"without {part}": without(part) for part in ("args", "model", "optimizer", "torch_rng", "cuda_rng")},
+}
+
+
+def checkpoint_with_a_payload(story: Story) -> None:
+    """One line; no code of the file runs, and nothing is overwritten. All other damages: `test_refused`."""
+    damage, folder = DAMAGES["payload"], Path(shutil.copytree(story.finished_run(), story.folder / "payload"))
+    damage.do(folder / "checkpoint.pt", checkpoint(folder))
+    before = content(folder)
+    with story.script("--resume", folder, "--total-steps", ENDLESS) as process:
+        stdout, stderr = end(process, 2)
+    assert stdout == "" and len(stderr.splitlines()) == 1
+    assert stderr.startswith(f"{story.name}.py: --resume {folder}: {damage.named}")
+    assert content(folder) == before
+
+
+# ------------------------------------------------------------------------------------------------------ the runs
+
+FIRST = (help_is_shown, full_disk, sigkill_of_the_parent, sigterm, sigint, environment_fails)
+ENDS = {"worker": (sigkill_of_a_worker, goes_on_to_the_end)}
+FAULTS = {
+    (name, fault.__name__): fault
+    for name, small in SMALL.items()
+    for fault in (*FIRST, *ENDS.get(small.role, (sigkill_of_an_actor,)), checkpoint_with_a_payload)
+}
+
+
+def live(story: Story) -> None:
+    """One fault after the other; after one that does not go as it should, the next has a run of its own."""
+    for fault, outcome in story.outcomes.items():
+        try:
+            assert not over.is_set()
+            outcome.set_result(FAULTS[story.name, fault](story))
+        except BaseException as error:
+            outcome.set_exception(error)
+            story.begin_anew()
+
+
+@pytest.fixture(scope="module")
+def stories(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Story]]:
+    """All trainers with those faults that are to be tested. Several live at the same time, for most of that time is
+    spent on starting Python, once for each process.
+    """
+    stories = {name: Story(name, tmp_path_factory.mktemp(name)) for name in SMALL}
+    for item in request.session.items:
+        if getattr(item, "function", None) is test_fault:
+            name, fault = item.callspec.params["name"], item.callspec.params["fault"]
+            stories[name].outcomes[fault] = Future()
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        for story in stories.values():
+            pool.submit(live, story)
+        yield stories
+        over.set()
+
+
+@pytest.mark.parametrize(("name", "fault"), FAULTS)
+def test_fault(name: str, fault: str, stories: dict[str, Story]) -> None:
+    """How it went is told here; it happened in the trainer's own thread."""
+    stories[name].outcomes[fault].result(timeout=10 * START)
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
+@pytest.mark.parametrize("name", SMALL)
+def test_refused(name: str, flag: str, stories: dict[str, Story], tmp_path: Path, refused: Callable[..., str]) -> None:
+    """The same and more of it, in this process, where one can see that nothing is started."""
+    wait(stories[name].outcomes.values(), timeout=10 * START)
+    trainer, run_dir = importlib.import_module(name), stories[name].finished_run()
+    assert f"{flag} {tmp_path}/nothing: " in refused(trainer, flag, tmp_path / "nothing")
+    for case, damage in DAMAGES.items():
+        folder = Path(shutil.copytree(run_dir, tmp_path / case))
+        damage.do(folder / "checkpoint.pt", checkpoint(folder))
+        line = refused(trainer, flag, folder, "--total-steps", ENDLESS, *damage.flags)
+        assert damage.named in line and f"{flag} {folder}" in line, line
+        shutil.rmtree(folder)
