@@ -31,9 +31,14 @@ class Args:
 
 
 def read_curve(run: Path, points: int) -> list[tuple[int, float, float, float]]:
-    """(step, seconds, episodic return, steps/s) of a run; seconds leave out the pauses between resumed sessions."""
+    """(step, seconds, episodic return, steps/s) of a run; seconds leave out the pauses between resumed sessions.
+
+    None where no episode has ended.
+    """
     events = EventAccumulator(str(run), size_guidance={"scalars": 0})
     events.Reload()
+    if "charts/episodic_return" not in events.Tags()["scalars"]:
+        return []
     speed, times, seconds, last = {}, {}, 0.0, None
     for event in events.Scalars("charts/SPS"):
         since = event.wall_time - last.wall_time if last else math.inf  # after a pause longer than the time at work
@@ -41,7 +46,7 @@ def read_curve(run: Path, points: int) -> list[tuple[int, float, float, float]]:
         seconds += min(since, steps / event.value if event.value else since)
         last, speed[event.step], times[event.step] = event, event.value, seconds
     returns = [(event.step, event.value) for event in events.Scalars("charts/episodic_return") if event.step in times]
-    size = -(-len(returns) // points)
+    size = max(1, -(-len(returns) // points))
     chunks = [returns[i : i + size] for i in range(0, len(returns), size)]
     return [
         (c[-1][0], times[c[-1][0]], sum(v for _, v in c) / len(c), sum(speed[s] for s, _ in c) / len(c)) for c in chunks

@@ -34,8 +34,8 @@ import tyro
 
 from common.atari import make_atari_env
 from common.hogwild import Team
-from common.run import Run, n_cores
-from common.vec_env import make_vec_env
+from common.run import Run
+from common.vec_env import make_vec_env, n_cores
 
 
 @dataclass

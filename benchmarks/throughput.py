@@ -39,8 +39,8 @@ import tyro
 import paac
 import ppo_batch
 from common.atari import is_atari
-from common.run import keep_freed_memory, n_cores
-from common.vec_env import make_vec_env
+from common.run import keep_freed_memory
+from common.vec_env import make_vec_env, n_cores
 
 
 @dataclass

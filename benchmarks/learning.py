@@ -1,0 +1,298 @@
+"""Runs a suite of trainings side by side and keeps one CSV a run: the proof that the trainers learn.
+
+    python benchmarks/learning.py small                             # into results/small, hours on two cores
+    python benchmarks/learning.py mujoco --trainers ppo_batch --seeds 1 2
+    python benchmarks/plot.py results/small                         # its curves and its table
+
+A run that has its CSV is not run again, and one that was stopped, with Ctrl-C too, goes on from its checkpoint: the
+same command finishes what is left. As many runs go on at once as there are cores for: Hogwild and Ape-X take two,
+the others one. The CSV starts with the command, the commit that the run was started at, the versions of packages, the
+machine and the evaluation; then one line a point, of the training episodes that ended since the point before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import tyro
+
+from benchmarks.curve import read_curve
+from common.vec_env import n_cores
+
+ROOT = Path(__file__).resolve().parent.parent
+HOGWILD = ("a3c", "async_q", "nstep_q", "sarsa")
+Trainer = Literal["paac", "a3c", "async_q", "nstep_q", "sarsa", "ppo_batch", "apex"]
+TRAINERS = get_args(Trainer)
+PACKAGES = ("torch", "gymnasium", "ale-py", "mujoco", "numpy")
+
+
+@dataclass
+class Args:
+    suite: tyro.conf.Positional[Literal["small", "mujoco", "atari"]]
+    """what to run"""
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    """runs of each task"""
+    trainers: tuple[Trainer, ...] = TRAINERS
+    """only these"""
+    env_ids: tuple[str, ...] = ()
+    """only these environments; none named: all of the suite"""
+    cores: int | None = None
+    """how many to use; None: all"""
+    out: Path | None = None
+    """where the CSVs go; None: results/<suite>"""
+    runs: Path = ROOT / "runs"
+    """where the run directories go, in a folder of the suite's name"""
+    points: int = 500
+    """at most this many lines a CSV; neighbours are averaged"""
+
+
+def file_name(env_id: str) -> str:
+    """An id as a part of a file's name: without the module that it comes from."""
+    return re.sub(r"[^\w-]", "-", env_id.rpartition(":")[2])
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a trainer on a task with a seed, and the cores that it takes."""
+
+    trainer: str
+    env_id: str
+    total_steps: int
+    seed: int
+    flags: tuple[str, ...] = ()
+    cores: int = 1
+
+    @property
+    def name(self) -> str:
+        """Of its CSV and its run directory, without a dot, which would begin a suffix."""
+        return f"{self.trainer}_{file_name(self.env_id)}_{self.seed}"
+
+    def command(self) -> list[str]:
+        """The command line of a new run, from the root of the repository, without the run directory."""
+        task = ["--env-id", self.env_id, "--total-steps", str(self.total_steps), "--seed", str(self.seed)]
+        return [f"{self.trainer}.py", *task, *self.flags]
+
+
+CATCH = "benchmarks.catch:Catch-v0"
+# The only constants set here: those of Atari are for tens of millions of steps, and Catch is to be learned in 100,000;
+# PAAC's policy on Pendulum must not become certain too early.
+Q_FLAGS = ("--learning-rate", "0.005", "--epsilon-steps", "50_000", "--target-interval", "2_000")
+CONSTANTS = {(trainer, CATCH): Q_FLAGS for trainer in ("async_q", "nstep_q", "sarsa")}
+CONSTANTS |= {("a3c", CATCH): Q_FLAGS[:2], ("paac", "Pendulum-v1"): ("--entropy-coef", "0.01")}
+
+
+def job(trainer: str, env_id: str, total_steps: int, seed: int, cores: int) -> Job:
+    """A job with the flags that hold a trainer to its share of `cores`, and those that its task needs."""
+    flags, takes = ("--n-workers", "0"), 1
+    if trainer in HOGWILD:
+        flags, takes = ("--n-processes", "2"), 2
+    elif trainer == "apex":
+        flags, takes = ("--n-actors", "1"), 2
+    elif env_id.endswith("NoFrameskip-v4"):
+        flags, takes = (), cores  # by default, it takes them all
+    return Job(trainer, env_id, total_steps, seed, flags + CONSTANTS.get((trainer, env_id), ()), min(takes, cores))
+
+
+def suite(name: str, seeds: Sequence[int], cores: int) -> list[Job]:
+    """The jobs of a suite; seeds vary slowest, so that one of each task is done first."""
+    tasks: list[tuple[str, str, int]] = []
+    if name == "small":
+        tasks += [(trainer, "CartPole-v1", 400_000) for trainer in HOGWILD]
+        tasks += [("paac", "CartPole-v1", 200_000), ("ppo_batch", "CartPole-v1", 200_000)]
+        tasks += [("apex", "CartPole-v1", 300_000)]
+        tasks += [(trainer, "Acrobot-v1", 400_000) for trainer in ("paac", *HOGWILD)]
+        tasks += [("ppo_batch", "Acrobot-v1", 200_000), ("apex", "Acrobot-v1", 200_000)]
+        tasks += [("paac", "Pendulum-v1", 500_000), ("a3c", "Pendulum-v1", 1_000_000)]
+        tasks += [("ppo_batch", "Pendulum-v1", 400_000)]
+        tasks += [(trainer, CATCH, 100_000) for trainer in (*HOGWILD, "ppo_batch")]
+    elif name == "mujoco":
+        ids = [f"{task}-v5" for task in ("HalfCheetah", "Hopper", "Walker2d", "Swimmer", "Reacher")]
+        tasks += [(trainer, env_id, 2_000_000) for env_id in ids for trainer in ("ppo_batch", "a3c", "paac")]
+    else:  # the frames of a day on one GPU machine, not those of the papers
+        tasks += [(trainer, "PongNoFrameskip-v4", 10_000_000) for trainer in TRAINERS]
+        tasks += [(trainer, "BreakoutNoFrameskip-v4", 20_000_000) for trainer in TRAINERS]
+    return [job(*task, seed, cores) for seed in seeds for task in tasks]
+
+
+def provenance(a_job: Job) -> dict[str, str]:
+    """What a reader needs to run it again: command, commit, packages, machine."""
+    git, commit = ["git", "-C", str(ROOT)], ""
+    with contextlib.suppress(FileNotFoundError):  # no git
+        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        if commit and subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "*.py"]).returncode:
+            commit += " with changes"
+    versions = [f"python {platform.python_version()}"]
+    versions += [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
+    return {
+        "command": f"python {shlex.join(a_job.command())}",
+        "commit": commit or "unknown",
+        "packages": ", ".join(versions),
+        "machine": machine(),
+    }
+
+
+def machine() -> str:
+    """Processor, cores that may be used, and the GPU where there is one."""
+    import torch
+
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.*)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
+    name = found[1] if found else platform.processor() or platform.machine()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"{name}, {n_cores()} cores, {gpu}"
+
+
+def start(a_job: Job, run_dir: Path) -> subprocess.Popen | None:
+    """Start, resume or evaluate a run; what it prints goes into a file beside the run directory.
+
+    None: another process is at it. The lock belongs to the run and all that it starts, whoever started it.
+    """
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    with open(run_dir.with_suffix(".log"), "a") as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        if status(run_dir) == "completed":  # and stopped while it was evaluated
+            arguments = [f"{a_job.trainer}.py", "--evaluate", str(run_dir)]
+        elif (run_dir / "checkpoint.pt").exists():
+            arguments = [f"{a_job.trainer}.py", "--resume", str(run_dir)]
+        else:
+            if run_dir.exists():  # stopped before its first checkpoint
+                shutil.rmtree(run_dir)
+            run_dir.with_suffix(".json").write_text(json.dumps(provenance(a_job), indent=2))
+            arguments = [*a_job.command(), "--run-dir", str(run_dir)]
+        environment = os.environ | ({"OMP_NUM_THREADS": "1"} if a_job.cores == 1 else {})
+        options: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": log, "stderr": log}
+        # a session of its own: signals of the terminal are for us to pass on
+        return subprocess.Popen([sys.executable, *arguments], start_new_session=True, **options)
+
+
+def status(run_dir: Path) -> str:
+    """What a run has come to: "evaluated", or what its summary says, or "" """
+    path = run_dir / "summary.json"
+    summary = json.loads(path.read_text()) if path.exists() else {"status": "", "eval": None}
+    return "evaluated" if summary["status"] == "completed" and summary["eval"] else summary["status"]
+
+
+def write_csv(a_job: Job, run_dir: Path, path: Path, points: int) -> dict:
+    """The CSV of a run that is complete; returns its summary. Raises ValueError where no episode has ended."""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    header = json.loads(run_dir.with_suffix(".json").read_text()) | {
+        "task": f"{a_job.trainer} {a_job.env_id} {a_job.seed}",
+        "seconds": f"{summary['wall_seconds']:.0f}",
+        "evaluation": json.dumps(summary["eval"]),
+    }
+    rows = read_curve(run_dir, points)
+    if not rows:
+        raise ValueError("no episode has ended")
+    beside = path.with_suffix(".part")
+    with open(beside, "w", newline="") as file:
+        for key, value in header.items():
+            file.write(f"# {key}: {value}\n")
+        writer = csv.writer(file)
+        writer.writerow(["step", "seconds", "episodic_return", "SPS"])
+        for step, seconds, score, speed in rows:
+            writer.writerow((step, round(seconds, 1), round(score, 3), round(speed)))
+    beside.replace(path)
+    return summary
+
+
+def run_all(jobs: list[Job], runs: Path, out: Path, cores: int, points: int) -> int:
+    """Run what is left of the jobs. Returns the number of those that failed."""
+    runs, out = runs.resolve(), out.resolve()
+    waiting, running, failed = [a_job for a_job in jobs if not (out / f"{a_job.name}.csv").exists()], {}, 0
+    print(f"{len(jobs)} runs, {len(jobs) - len(waiting)} of them done before", flush=True)
+    try:
+        while waiting or running:
+            free = cores - sum(a_job.cores for a_job in running)
+            for a_job in [a_job for a_job in waiting if a_job.cores <= free][:1]:
+                waiting.remove(a_job)
+                run_dir = runs / a_job.name
+                if status(run_dir) == "evaluated":
+                    running[a_job] = None
+                elif process := start(a_job, run_dir):
+                    running[a_job] = process
+                else:
+                    failed += 1
+                    print(f"{a_job.name}: another process is at {run_dir}", flush=True)
+            for a_job, process in list(running.items()):
+                if process is not None and process.poll() is None:
+                    continue
+                del running[a_job]
+                try:
+                    if process is not None and process.returncode:
+                        raise ValueError(f"exit status {process.returncode}")
+                    summary = write_csv(a_job, runs / a_job.name, out / f"{a_job.name}.csv", points)
+                except (ValueError, OSError) as error:
+                    failed += 1
+                    print(f"{a_job.name} failed: {error}; see {(runs / a_job.name).with_suffix('.log')}", flush=True)
+                    continue
+                mean, seconds = summary["eval"]["mean"], summary["wall_seconds"]
+                print(f"{a_job.name}: {mean:.1f} after {seconds:.0f} s; {len(waiting)} to go", flush=True)
+            time.sleep(0.2)
+    finally:  # Ctrl-C as well: each run saves a checkpoint
+        for process in filter(None, running.values()):
+            process.send_signal(signal.SIGTERM)
+        for process in filter(None, running.values()):
+            process.wait()
+    return failed
+
+
+def select(args: Args, cores: int) -> list[Job]:
+    """The jobs that the flags name. Raises ValueError where there is none for an environment, or no core."""
+    if cores < 1:
+        raise ValueError(f"--cores {cores}: at least one is needed")
+    jobs = [a_job for a_job in suite(args.suite, args.seeds, cores) if a_job.trainer in args.trainers]
+    known = {a_job.env_id for a_job in jobs}
+    for env_id in args.env_ids:
+        if env_id not in known:
+            raise ValueError(f"--env-ids {env_id}: these trainers have {', '.join(sorted(known))}")
+    # a seed may have been named twice
+    return [a_job for a_job in dict.fromkeys(jobs) if not args.env_ids or a_job.env_id in args.env_ids]
+
+
+def stop(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    args = tyro.cli(Args, description=__doc__)
+    cores = n_cores() if args.cores is None else args.cores
+    try:
+        jobs = select(args, cores)
+    except ValueError as error:
+        print(f"learning.py: {error}", file=sys.stderr)
+        return 2
+    out = args.out or ROOT / "results" / args.suite
+    out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGHUP, stop)
+    try:
+        return 1 if run_all(jobs, args.runs / args.suite, out, cores, args.points) else 0
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

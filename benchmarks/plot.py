@@ -1,0 +1,187 @@
+"""Curves and tables from the CSVs of benchmarks/learning.py.
+
+    python benchmarks/plot.py results/small                         # pictures beside the CSVs, the table on the screen
+    python benchmarks/plot.py results/small --readme README.md      # and into the README, between its two marks
+
+A picture for each task: the return of training episodes against steps and against seconds, for each trainer the
+interquartile mean over its seeds and its 95 % bootstrap interval (Agarwal et al. 2021). The table has the same of the
+30-episode evaluations at the end.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import tyro
+
+from benchmarks.learning import file_name
+
+RESAMPLES = 2000
+
+
+@dataclass
+class Args:
+    folder: tyro.conf.Positional[Path]
+    """where the CSVs are and the pictures go"""
+    readme: Path | None = None
+    """file whose table of this folder is replaced"""
+    window: float = 0.05
+    """a curve is averaged over the episodes of this share of the run"""
+
+
+@dataclass
+class Result:
+    """One CSV: what its header says, and its columns, (n,) each."""
+
+    header: dict[str, str]
+    steps: np.ndarray
+    seconds: np.ndarray
+    returns: np.ndarray
+
+    @property
+    def task(self) -> tuple[str, str, int]:
+        trainer, env_id, seed = self.header["task"].split()
+        return trainer, env_id, int(seed)
+
+    @property
+    def score(self) -> float:
+        """The mean of the evaluation."""
+        return json.loads(self.header["evaluation"])["mean"]
+
+
+def read_result(path: Path) -> Result:
+    """One CSV of benchmarks/learning.py."""
+    header, rows = {}, []
+    with open(path, newline="") as file:
+        for line in file:
+            if line.startswith("# "):
+                key, value = line[2:].rstrip("\n").split(": ", 1)
+                header[key] = value
+            else:
+                rows.append(line)
+    columns = np.array([[float(value) for value in row] for row in list(csv.reader(rows))[1:]]).reshape(-1, 4)
+    return Result(header, columns[:, 0], columns[:, 1], columns[:, 2])
+
+
+def interquartile_mean(values: np.ndarray) -> np.ndarray:
+    """Mean over the middle half of axis 0, (n, ...) → (...): a quarter of the n is left out at each end.
+
+    Where n is no multiple of four, the values at the borders count in part.
+    """
+    n = len(values)
+    edges = np.clip(np.arange(n + 1), n / 4, 3 * n / 4)
+    weights = np.diff(edges) / (n / 2)  # how much of the middle half each of the sorted values covers
+    return np.tensordot(weights, np.sort(values, axis=0), axes=1)
+
+
+def bootstrap_interval(
+    values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """The 95 % interval of a statistic over axis 0, which is drawn again with replacement: its two borders."""
+    rng = np.random.default_rng(seed)
+    draws = [statistic(values[rng.integers(len(values), size=len(values))]) for _ in range(RESAMPLES)]
+    low, high = np.percentile(draws, (2.5, 97.5), axis=0)
+    return low, high
+
+
+def curve(x: np.ndarray, returns: np.ndarray, grid: np.ndarray, window: float) -> np.ndarray:
+    """Mean of the returns within `window` before each x, then straight lines between; NaN before the first x."""
+    sums = np.concatenate([[0], np.cumsum(returns)])
+    starts, ends = np.searchsorted(x, x - window, side="right"), np.arange(1, len(x) + 1)
+    means = (sums[ends] - sums[starts]) / (ends - starts)
+    return np.interp(grid, x, means, left=np.nan)
+
+
+def picture(env_id: str, results: dict[str, list[Result]], path: Path, window: float) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for trainer, runs in results.items():
+        for axis, column in zip(axes, ("steps", "seconds"), strict=True):
+            end = min(getattr(run, column)[-1] for run in runs)  # where the first of the seeds ends
+            grid = np.linspace(0, end, 200)
+            curves = np.stack([curve(getattr(run, column), run.returns, grid, window * end) for run in runs])
+            known = ~np.isnan(curves).any(axis=0)
+            grid, curves = grid[known], curves[:, known]
+            (line,) = axis.plot(grid, interquartile_mean(curves), label=f"{trainer} ({len(runs)})")
+            if len(runs) > 1:
+                axis.fill_between(
+                    grid, *bootstrap_interval(curves, interquartile_mean), color=line.get_color(), alpha=0.2
+                )
+    axes[0].set(xlabel="agent steps", ylabel="return of training episodes", xlim=(0, None))
+    axes[1].set(xlabel="seconds", xlim=(0, None))
+    axes[0].legend(title="trainer (seeds)")
+    figure.suptitle(f"{env_id}: interquartile mean over seeds, 95 % bootstrap interval")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def table(tasks: dict[str, dict[str, list[Result]]]) -> str:
+    """Markdown: a line for each task and trainer."""
+    lines = [
+        "| task | trainer | steps | minutes | interquartile mean [95 %] | each seed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for env_id, trainers in tasks.items():
+        for trainer, runs in trainers.items():
+            scores = np.array([run.score for run in runs])
+            low, high = bootstrap_interval(scores, interquartile_mean)
+            steps = max(run.steps[-1] for run in runs)
+            minutes = np.mean([float(run.header["seconds"]) for run in runs]) / 60
+            each = ", ".join(f"{score:.1f}" for score in scores)
+            summary = f"{interquartile_mean(scores):.1f} [{low:.1f}, {high:.1f}]"
+            lines.append(f"| {env_id} | `{trainer}.py` | {steps:,.0f} | {minutes:.1f} | {summary} | {each} |")
+    return "\n".join(lines)
+
+
+def replace_table(text: str, name: str, new: str) -> str:
+    """The text with what stands between its two marks replaced. Raises ValueError where they are missing."""
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    if begin not in text or end not in text:
+        raise ValueError(f"there are no marks {begin} and {end}")
+    return f"{text.split(begin)[0]}{begin}\n{new}\n{end}{text.split(end)[1]}"
+
+
+def read_folder(folder: Path) -> dict[str, dict[str, list[Result]]]:
+    """The results of a folder by task and trainer, seeds in order."""
+    tasks: dict[str, dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
+    results = [read_result(path) for path in folder.glob("*.csv")]
+    for result in sorted((r for r in results if "task" in r.header and len(r.steps)), key=lambda r: r.task):
+        trainer, env_id, _ = result.task
+        tasks[env_id][trainer].append(result)
+    return tasks
+
+
+def main() -> int:
+    args = tyro.cli(Args, description=__doc__)
+    try:
+        tasks = read_folder(args.folder)
+        if not tasks:
+            raise ValueError(f"{args.folder} holds no CSV of benchmarks/learning.py")
+        lines = table(tasks)
+        if args.readme:
+            args.readme.write_text(replace_table(args.readme.read_text(), args.folder.name, lines))
+    except (ValueError, OSError) as error:
+        print(f"plot.py: {error}", file=sys.stderr)
+        return 2
+    for env_id, results in tasks.items():
+        picture(env_id, results, args.folder / f"{file_name(env_id)}.png", args.window)
+    print(lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""The benchmarks that keep results: suites, CSVs, curves and tables."""
+
+import csv
+import importlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import common.run
+from benchmarks import catch, learning, plot
+from tests.helpers import wait_for
+
+ROOT = Path(__file__).resolve().parent.parent
+EVALUATION = {"episodes": 30, "mean": 7.5, "std": 1.0, "min": 5.0, "max": 9.0}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1, 2, 30, 4], 3.0),  # 2 and 4 are left
+        ([5], 5.0),
+        ([10, 0], 5.0),
+        ([1, 2, 3, 4, 100], (0.75 * 2 + 3 + 0.75 * 4) / 2.5),  # a quarter of five is one and a quarter
+        ([-50, 1, 2, 3, 4, 5, 6, 700], 3.5),
+    ],
+)
+def test_interquartile_mean(values: list[float], expected: float) -> None:
+    assert plot.interquartile_mean(np.array(values, float)) == pytest.approx(expected)
+
+
+def test_interquartile_mean_of_curves_is_that_of_each_point() -> None:
+    curves = np.random.default_rng(0).normal(size=(7, 5))
+    each = [plot.interquartile_mean(curves[:, i]) for i in range(5)]
+    assert plot.interquartile_mean(curves) == pytest.approx(np.array(each))
+
+
+def test_bootstrap_interval_holds_the_mean_of_many() -> None:
+    """The standard error of the mean of 400 draws of N(3, 2) is 0.1: the interval is about 3 ± 0.2."""
+    values = np.random.default_rng(1).normal(3, 2, size=400)
+    low, high = plot.bootstrap_interval(values, lambda sample: sample.mean(axis=0))
+    assert low == pytest.approx(values.mean() - 0.196, abs=0.03)
+    assert high == pytest.approx(values.mean() + 0.196, abs=0.03)
+
+
+def test_curve_averages_over_the_window_and_interpolates() -> None:
+    x, returns = np.array([10.0, 20.0, 30.0, 100.0]), np.array([1.0, 3.0, 8.0, 0.0])
+    values = plot.curve(x, returns, np.array([0.0, 10.0, 20.0, 25.0, 30.0, 65.0, 100.0]), window=15.0)
+    # means at the x: 1, (1 + 3) / 2, (3 + 8) / 2, 0
+    assert np.isnan(values[0])
+    assert values[1:] == pytest.approx([1.0, 2.0, 3.75, 5.5, 2.75, 0.0])
+
+
+def test_replace_table_leaves_the_rest() -> None:
+    text = "before\n<!-- begin small -->\nold\n<!-- end small -->\nafter\n"
+    assert plot.replace_table(text, "small", "new") == "before\n<!-- begin small -->\nnew\n<!-- end small -->\nafter\n"
+    with pytest.raises(ValueError, match="begin other"):
+        plot.replace_table(text, "other", "new")
+
+
+@pytest.mark.parametrize("name", ["small", "mujoco", "atari"])
+@pytest.mark.parametrize("cores", [1, 2, 16, 64])
+def test_jobs_of_a_suite_fit_and_differ(name: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their trainers take their flags, and no two write to one file."""
+    monkeypatch.chdir(tmp_path)
+    jobs = learning.suite(name, (1, 2), cores)
+    assert len({Path(job.name).with_suffix(".json") for job in jobs}) == len(jobs)
+    assert all(1 <= job.cores <= cores for job in jobs)
+    for job in jobs:
+        trainer = importlib.import_module(job.trainer)
+        for module in (trainer, common.run):
+            monkeypatch.setattr(module, "n_cores", lambda: cores)
+        args, _ = trainer.parse(job.command()[1:])
+        assert (args.env_id, args.total_steps, args.seed) == (job.env_id, job.total_steps, job.seed)
+
+
+def test_small_suite_has_every_trainer_on_cartpole() -> None:
+    jobs = learning.suite("small", (1,), 2)
+    assert {job.trainer for job in jobs if job.env_id == "CartPole-v1"} == set(learning.TRAINERS)
+
+
+def small_jobs(steps: int) -> list[learning.Job]:
+    return [learning.Job("paac", "CartPole-v1", steps, seed, ("--n-workers", "0")) for seed in (1, 2)]
+
+
+def test_runs_are_kept_as_csv_and_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert learning.run_all(small_jobs(20_000), tmp_path / "runs", tmp_path, 2, 500) == 0
+    result = plot.read_result(tmp_path / "paac_CartPole-v1_2.csv")
+    assert result.task == ("paac", "CartPole-v1", 2)
+    assert result.header["command"] == "python paac.py --env-id CartPole-v1 --total-steps 20000 --seed 2 --n-workers 0"
+    assert "torch" in result.header["packages"] and "cores" in result.header["machine"]
+    summary = json.loads((tmp_path / "runs" / "paac_CartPole-v1_2" / "summary.json").read_text())
+    assert result.score == summary["eval"]["mean"]
+    assert (
+        summary["steps"] == 20_000 and 10_000 < result.steps[-1] <= 20_000
+    )  # the last point is where an episode ended
+    assert (np.diff(result.steps) > 0).all() and (np.diff(result.seconds) > 0).all()
+    assert ((result.returns > 0) & (result.returns <= 500)).all()
+    capsys.readouterr()
+    assert learning.run_all(small_jobs(20_000), tmp_path / "no-runs", tmp_path, 2, 500) == 0
+    assert "2 of them done before" in capsys.readouterr().out
+    assert not (tmp_path / "no-runs").exists()
+
+
+def test_a_run_stopped_in_its_evaluation_is_evaluated(tmp_path: Path) -> None:
+    (job,) = small_jobs(1_000)[:1]
+    run_dir = tmp_path / "runs" / job.name
+    process = learning.start(job, run_dir)
+    assert process.wait(timeout=60) == 0
+    path = run_dir / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eval": None}))
+    assert learning.status(run_dir) == "completed"
+    assert learning.run_all([job], tmp_path / "runs", tmp_path, 1, 500) == 0
+    assert plot.read_result(tmp_path / f"{job.name}.csv").score > 0
+
+
+def test_two_suites_do_not_share_a_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (job,) = small_jobs(1_000_000)[:1]
+    process = learning.start(job, tmp_path / "runs" / job.name)
+    try:
+        assert learning.run_all([job], tmp_path / "runs", tmp_path, 1, 500) == 1
+        assert "another process is at" in capsys.readouterr().out and process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--cores", "0"], "--cores 0"),
+        (["--env-ids", "Catch-v0"], "--env-ids Catch-v0: these trainers have Acrobot-v1"),
+        (["--trainers", "apex", "--env-ids", "Pendulum-v1"], "--env-ids Pendulum-v1"),
+    ],
+)
+def test_a_selection_of_nothing_is_refused(
+    flags: list[str], named: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["learning.py", "small", *flags])
+    assert learning.main() == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_failure_is_told_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    jobs = [learning.Job("paac", "Pogn-v4", 1000, 1), *small_jobs(2_000)[:1]]
+    assert learning.run_all(jobs, tmp_path / "runs", tmp_path, 1, 500) == 1
+    assert "paac_Pogn-v4_1 failed" in capsys.readouterr().out
+    assert "Pogn" in (tmp_path / "runs" / "paac_Pogn-v4_1.log").read_text()
+    assert [path.name for path in tmp_path.glob("*.csv")] == ["paac_CartPole-v1_1.csv"]
+
+
+def test_stopped_runs_go_on_where_they_were(tmp_path: Path) -> None:
+    """SIGINT stops the runs with a checkpoint each; the next call resumes them and finishes."""
+    folders = f"Path({str(tmp_path / 'runs')!r}), Path({str(tmp_path)!r})"
+    program = (
+        "import sys; from pathlib import Path; from benchmarks import learning; from tests import test_benchmarks; "
+        f"sys.exit(learning.run_all(test_benchmarks.small_jobs(60_000), {folders}, 2, 9))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, start_new_session=True)
+    try:
+        logs = [tmp_path / "runs" / f"paac_CartPole-v1_{seed}.log" for seed in (1, 2)]
+        assert wait_for(lambda: all(log.exists() and "run directory" in log.read_text() for log in logs), 120)
+        time.sleep(1)  # some steps
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60)
+    finally:
+        process.kill()
+    assert all("goes on from there" in log.read_text() for log in logs)
+    assert learning.run_all(small_jobs(60_000), tmp_path / "runs", tmp_path, 2, 500) == 0
+    summary = json.loads((tmp_path / "runs" / "paac_CartPole-v1_1" / "summary.json").read_text())
+    assert summary["steps"] == 60_000
+    # 32 simulators and episodes of at most 500 steps: one ends within the last 16,000
+    assert plot.read_result(tmp_path / "paac_CartPole-v1_1.csv").steps[-1] > 44_000
+    assert (tmp_path / "runs" / "paac_CartPole-v1_1.log").read_text().count("run directory") == 2
+
+
+def test_pictures_and_table(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed, mean in ((1, 7.5), (2, 2.5)):
+        with open(tmp_path / f"{seed}.csv", "w", newline="") as file:
+            file.write(f"# task: paac Task-v0 {seed}\n# seconds: 90\n")
+            file.write(f"# evaluation: {json.dumps(EVALUATION | {'mean': mean})}\n")
+            csv.writer(file).writerows(
+                [("step", "seconds", "episodic_return", "SPS"), (5, 1.0, 3.0, 5), (9, 2.0, 4.0, 5)]
+            )
+    readme = tmp_path / "README.md"
+    readme.write_text(f"<!-- begin {tmp_path.name} --><!-- end {tmp_path.name} -->")
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path), "--readme", str(readme)])
+    assert plot.main() == 0
+    assert (tmp_path / "Task-v0.png").stat().st_size > 10_000
+    assert "| Task-v0 | `paac.py` | 9 | 1.5 | 5.0 [2.5, 7.5] | 7.5, 2.5 |" in readme.read_text()
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path / "none")])
+    assert plot.main() == 2
+    assert "holds no CSV" in capsys.readouterr().err
+
+
+def test_catch_by_random_and_by_best_play() -> None:
+    """Whoever follows the ball always catches it; random play catches one of four, for a paddle of 3 in 12 columns."""
+    env = catch.Catch()
+
+    def play(policy: Callable[[], int], seed: int) -> float:
+        env.reset(seed=seed)
+        for step in range(1, 12):
+            obs, reward, terminated, truncated, _ = env.step(policy())
+            assert obs.shape == (84, 84) and set(np.unique(obs)) == {0, 255}
+            assert (terminated, truncated) == (step == 11, False) and (terminated or reward == 0)
+        return reward
+
+    rng = np.random.default_rng(0)
+    assert {play(lambda: int(np.sign(env.ball - env.paddle)) + 1, seed) for seed in range(50)} == {1.0}
+    assert np.mean([play(lambda: int(rng.integers(3)), seed) for seed in range(2000)]) == pytest.approx(-0.5, abs=0.06)
