@@ -1,0 +1,67 @@
+"""Every command that the README and the docstrings print, `python ...`, is one that its program takes."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAINERS = ("paac", "a3c", "async_q", "nstep_q", "sarsa", "ppo_batch", "apex")
+BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
+SOURCES = ["README.md", "results/README.md", *(f"{name}.py" for name in TRAINERS)]
+SOURCES += [f"benchmarks/{name}.py" for name in BENCHMARKS]
+PLACEHOLDERS = ("...", "RUN", "OUT", "my_package", "runs/")
+OPTIONAL = {"CarRacing-v3": "Box2D", "vizdoom.gymnasium_wrapper:VizdoomMyWayHome-v1": "vizdoom"}
+
+
+def commands(text: str) -> list[str]:
+    """What stands behind `python ` at the start of a line, after `&& ` or in backquotes, up to its end or a comment."""
+    found = re.findall(r"(?:^ *|&& |`)(?:\.venv/bin/)?python ((?:benchmarks/)?\w+\.py[^`\n&]*)", text, re.MULTILINE)
+    return [re.split(r" +#", command)[0].strip().replace("--seed S", "--seed 1") for command in found]
+
+
+def cases() -> list[tuple[str, str]]:
+    found = {(source, command) for source in SOURCES for command in commands((ROOT / source).read_text())}
+    return sorted(case for case in found if not any(mark in case[1] for mark in PLACEHOLDERS))
+
+
+def test_commands_are_found() -> None:
+    text = "Run `python a.py --x 1` or\n\n```\npython b.py   # much\npip install z && python c.py --y '{1}'\n```\n"
+    text += "    python benchmarks/d.py 1 2\nnot python e.py\n"
+    assert commands(text) == ["a.py --x 1", "b.py", "c.py --y '{1}'", "benchmarks/d.py 1 2"]
+    assert {command.split(".py")[0] for source, command in cases() if source == "README.md"} >= set(TRAINERS)
+
+
+@pytest.mark.parametrize(("source", "command"), cases())
+def test_command_is_taken(
+    source: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The flags exist, their values are allowed, and the environment can be made. Nothing is trained."""
+    monkeypatch.chdir(tmp_path)  # the run directory
+    program, *flags = shlex.split(command)
+    for env_id, package in OPTIONAL.items():
+        if env_id in flags:
+            pytest.importorskip(package)
+    if "cuda" in flags and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    name = program.removesuffix(".py")
+    if name in TRAINERS:
+        args, _ = importlib.import_module(name).parse(flags)
+        assert Path(args.run_dir).is_dir()
+    else:
+        tyro.cli(importlib.import_module(name.replace("/", ".")).Args, args=flags)
+
+
+def test_files_that_the_readmes_name_exist() -> None:
+    for source in ("README.md", "results/README.md"):
+        text = (ROOT / source).read_text()
+        for path in re.findall(r"\]\(([^)#:]+)\)", text) + re.findall(
+            r"`((?:common|benchmarks|results)/[\w/.]+)`", text
+        ):
+            assert (ROOT / path).exists() or (ROOT / source).parent.joinpath(path).exists(), f"{source}: {path}"
