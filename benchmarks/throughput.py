@@ -1,6 +1,7 @@
-"""Steps per second of PAAC or batch PPO against the ceiling that the vector environment alone sets, in one run.
+"""Steps per second of the trainers against the ceiling that the vector environment alone sets, in one run.
 
     python benchmarks/throughput.py                                # PAAC on Pong, nips and nature, 32 environments
+    python benchmarks/throughput.py --trainer all --sb3 --pfrl     # all seven, beside the peers that are installed
     python benchmarks/throughput.py --n-envs 32 64 128 256 --device cuda
     python benchmarks/throughput.py --sb3                          # stable-baselines3's A2C beside it, if installed
     python benchmarks/throughput.py --trainer ppo_batch --sb3      # Pong, 8 environments, beside its PPO
@@ -8,11 +9,14 @@
 
 The contenders take turns, `rounds` times `seconds` each; the table shows medians. The split is the trainer's wall
 time by what it went into, as Figure 2 of the PAAC paper: environment steps, acting (forward passes), learning,
-copying observations to the device. PAAC's forward passes serve both acting and learning and count as acting.
+copying observations to the device. PAAC's forward passes serve both acting and learning and count as acting. The
+asynchronous four have as many processes as there are cores, and no split: benchmarks/hogwild.py has more of them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
 
@@ -29,30 +33,38 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import gymnasium as gym
 import numpy as np
 import torch
 import tyro
 
+import apex
 import paac
 import ppo_batch
+from benchmarks import hogwild
 from common.atari import is_atari
 from common.run import keep_freed_memory
 from common.vec_env import make_vec_env, n_cores
 
+Trainer = Literal["paac", "a3c", "async_q", "nstep_q", "sarsa", "ppo_batch", "apex"]
+N_ENVS = {"paac": (32,), "ppo_batch": (8,)}  # of those that have the flag
+ASYNCHRONOUS = ("a3c", "async_q", "nstep_q", "sarsa")
+WARM_UP = 3_000  # steps before measuring begins
+APEX_FLAGS = ["--learning-starts", "2000", "--capacity", "100000"]  # so that it learns while it is measured
+
 
 @dataclass
 class Args:
-    trainer: Literal["paac", "ppo_batch"] = "paac"
+    trainer: Literal[Trainer, "all"] = "paac"
     """what to measure"""
     env_id: str = "PongNoFrameskip-v4"
     """environment"""
     n_envs: tuple[int, ...] = ()
-    """numbers of environments to measure; none: 32 for paac, 8 for ppo_batch"""
+    """numbers of environments to measure; none: 32 for paac, 8 for ppo_batch; the others have numbers of their own"""
     archs: tuple[str, ...] = ()
-    """networks to measure; none: nips and nature for paac, the default one for ppo_batch"""
+    """networks to measure; none: nips and nature for paac alone, else each trainer's default"""
     device: Literal["cpu", "cuda"] = "cpu"
     """where the network is"""
     seconds: float = 20.0
@@ -62,7 +74,9 @@ class Args:
     flags: str = ""
     """more flags for the trainer, such as --bfloat16"""
     sb3: bool = False
-    """also run stable-baselines3's A2C or PPO, with the same constants, in a process of its own"""
+    """beside paac and ppo_batch stable-baselines3's A2C and PPO with the same constants, in processes of their own"""
+    pfrl: bool = False
+    """beside a3c PFRL's A3C with the same network, in processes of its own"""
     sb3_worker: bool = False
     """print the steps/s of stable-baselines3 and nothing else: what --sb3 starts"""
 
@@ -99,19 +113,20 @@ class Timer:
         return timed
 
 
-def trainer_rate(args: Args, n_envs: int, arch: str, split: bool) -> tuple[float, dict[str, float]]:
-    """Steps/s of the trainer's `train` after its first updates, and with `split` the share of each part."""
-    trainer: ModuleType = {"paac": paac, "ppo_batch": ppo_batch}[args.trainer]
-    warm_up = 20 if trainer is paac else 2  # updates
-    timer, marks = Timer(), []
+def trainer_rate(args: Args, name: str, n_envs: int, arch: str, split: bool) -> tuple[float, dict[str, float]]:
+    """Steps/s of the trainer's `train` after its first steps, and with `split` the share of each part."""
+    trainer: ModuleType = {"paac": paac, "ppo_batch": ppo_batch, "apex": apex}[name]
+    timer, marks = Timer(), []  # (time, step) when measuring began, and when it ended
 
     class TimedRun(trainer.Run):
-        def count_update(self, step: int, scalars: dict[str, Any]) -> None:
-            super().count_update(step, scalars)
-            marks.append((time.perf_counter(), step))
-            if len(marks) == warm_up:
+        def _advance(self, step: int) -> None:
+            super()._advance(step)
+            now = time.perf_counter()
+            if not marks and step >= WARM_UP:
+                marks.append((now, step))
                 timer.seconds.clear()
-            if len(marks) > warm_up and marks[-1][0] - marks[warm_up - 1][0] > args.seconds:
+            elif len(marks) == 1 and now - marks[0][0] > args.seconds:
+                marks.append((now, step))
                 self.signal = 1  # stop
 
         def _finish(self) -> None:
@@ -133,26 +148,26 @@ def trainer_rate(args: Args, n_envs: int, arch: str, split: bool) -> tuple[float
             changes["ActorCritic"] = TimedActorCritic
         else:
             changes["update"] = timer.wrap("learning", trainer.update)
-    originals = {name: getattr(trainer, name) for name in changes}
+    originals, threads = {key: getattr(trainer, key) for key in changes}, torch.get_num_threads()
     try:
-        for name, changed in changes.items():
-            setattr(trainer, name, changed)
+        for key, changed in changes.items():
+            setattr(trainer, key, changed)
         with tempfile.TemporaryDirectory() as folder:
-            flags = ["--env-id", args.env_id, "--run-dir", f"{folder}/run", "--n-envs", str(n_envs), "--arch", arch]
-            flags += ["--device", args.device, "--eval-episodes", "0", *shlex.split(args.flags)]
-            parsed, _ = trainer.parse(flags)
-            trainer.train(parsed)
+            flags = ["--env-id", args.env_id, "--run-dir", f"{folder}/run", "--arch", arch, "--device", args.device]
+            flags += APEX_FLAGS if trainer is apex else ["--n-envs", str(n_envs)]
+            with contextlib.redirect_stdout(io.StringIO()):
+                trainer.train(trainer.parse([*flags, *shlex.split(args.flags)])[0])
     finally:
-        for name, original in originals.items():
-            setattr(trainer, name, original)
-    first, last = marks[warm_up - 1], marks[-1]
-    wall = last[0] - first[0]
-    shares = {name: seconds / wall for name, seconds in timer.seconds.items()}
+        torch.set_num_threads(threads)
+        for key, original in originals.items():
+            setattr(trainer, key, original)
+    (start, first), (end, last) = marks
+    shares = {part: seconds / (end - start) for part, seconds in timer.seconds.items()}
     shares["learning" if trainer is paac else "acting"] = 1 - sum(shares.values())
-    return (last[1] - first[1]) / wall, shares
+    return (last - first) / (end - start), shares
 
 
-def sb3_rate(args: Args, n_envs: int) -> float:
+def sb3_rate(args: Args, name: str, n_envs: int) -> float:
     """Steps/s of stable-baselines3's A2C or PPO: Atari on the same ALE vector environment, the rest on its own."""
     from stable_baselines3 import A2C, PPO
     from stable_baselines3.common.callbacks import BaseCallback
@@ -188,7 +203,7 @@ def sb3_rate(args: Args, n_envs: int) -> float:
         def env_is_wrapped(self, wrapper_class: type, indices: Any = None) -> list[bool]:
             return [False] * n_envs
 
-    marks, warm_up = [], 5 if args.trainer == "paac" else 2  # rollouts
+    marks, warm_up = [], 5 if name == "paac" else 2  # rollouts
 
     class Clock(BaseCallback):
         def _on_rollout_start(self) -> None:
@@ -199,7 +214,7 @@ def sb3_rate(args: Args, n_envs: int) -> float:
 
     atari = is_atari(gym.spec(args.env_id))
     policy, envs = ("CnnPolicy", Adapter()) if atari else ("MlpPolicy", sb3_vec_env(args.env_id, n_envs))
-    if args.trainer == "paac":
+    if name == "paac":
         model = A2C(policy, envs, n_steps=5, device=args.device)
     else:
         preset = ppo_batch.Args(**ppo_batch.PRESETS["atari" if atari else "vector"])
@@ -209,9 +224,9 @@ def sb3_rate(args: Args, n_envs: int) -> float:
     return (marks[-1][1] - marks[warm_up][1]) / (marks[-1][0] - marks[warm_up][0])
 
 
-def sb3_process_rate(args: Args, n_envs: int) -> float:
+def sb3_process_rate(args: Args, name: str, n_envs: int) -> float:
     """`sb3_rate` as its users run it: without the OMP_WAIT_POLICY that this script and paac.py set for themselves."""
-    flags = ["--trainer", args.trainer, "--env-id", args.env_id, "--n-envs", str(n_envs)]
+    flags = ["--trainer", name, "--env-id", args.env_id, "--n-envs", str(n_envs)]
     flags += ["--device", args.device, "--seconds", str(args.seconds)]
     environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
     command = [sys.executable, os.path.abspath(__file__), "--sb3-worker", *flags]
@@ -219,37 +234,62 @@ def sb3_process_rate(args: Args, n_envs: int) -> float:
     return float(output.split()[-1])
 
 
+def contenders(args: Args, name: str, n_envs: int, archs: tuple[str, ...]) -> dict[str, Callable[[], float]]:
+    """What measures the steps/s of a trainer with each network, and last those of its peer, by what to call them."""
+    if name in ASYNCHRONOUS:
+        own = hogwild.Args(env_id=args.env_id, seconds=args.seconds)
+        found = {name: lambda: hogwild.trainer_rate(own, name, n_cores())}
+        if args.pfrl and name == "a3c":
+            found["PFRL's A3C"] = lambda: hogwild.pfrl_process_rate(own, n_cores())
+        return found
+    found = {f"{name} {arch}": lambda arch=arch: trainer_rate(args, name, n_envs, arch, False)[0] for arch in archs}
+    if args.sb3 and name in N_ENVS:
+        peer = "SB3's A2C" if name == "paac" else "SB3's PPO"
+        found[peer] = lambda: sb3_process_rate(args, name, n_envs)
+    return found
+
+
+def compare(args: Args, n_envs: int, groups: list[dict[str, Callable[[], float]]]) -> None:
+    """Measure the environment alone and all contenders in turn, and print a line each; peers are within a group."""
+    rates: dict[str, list[float]] = defaultdict(list)
+    for _ in range(args.rounds):
+        rates["environment alone"].append(environment_rate(args, n_envs))
+        for group in groups:
+            for label, measure in group.items():
+                rates[label].append(measure())
+    ceiling = median(rates["environment alone"])
+    for group in [{"environment alone": None}, *groups]:
+        *_, peer = group
+        for label in group:
+            rate = median(rates[label])
+            line = f"n_e = {n_envs:4}  {label:20} {rate:9,.0f} steps/s  {rate / ceiling:5.2f} of the environment alone"
+            if "'s " in peer:
+                line += f"  {rate / median(rates[peer]):5.2f} of {peer}"
+            print(line, flush=True)
+
+
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     if args.sb3_worker:
-        print(sb3_rate(args, args.n_envs[0]))
+        print(sb3_rate(args, args.trainer, args.n_envs[0]))
         return
     keep_freed_memory()  # as the trainers' main does
-    args.n_envs = args.n_envs or ((32,) if args.trainer == "paac" else (8,))
-    args.archs = args.archs or (("nips", "nature") if args.trainer == "paac" else ("auto",))
     threads = torch.get_num_threads()
     gpu = f", {torch.cuda.get_device_name()}" if args.device == "cuda" else ""
     print(
         f"{args.env_id}, torch {torch.__version__} with {threads} threads{gpu}; {args.rounds} x {args.seconds} s each"
     )
-    for n_envs in args.n_envs:
-        rates: dict[str, list[float]] = defaultdict(list)
-        for _ in range(args.rounds):
-            rates["environment alone"].append(environment_rate(args, n_envs))
-            for arch in args.archs:
-                rates[f"{args.trainer} {arch}"].append(trainer_rate(args, n_envs, arch, split=False)[0])
-            if args.sb3:
-                rates["stable-baselines3"].append(sb3_process_rate(args, n_envs))
-        ceiling = median(rates["environment alone"])
-        for name, values in rates.items():
-            rate = median(values)
-            line = f"n_e = {n_envs:4}  {name:22} {rate:9,.0f} steps/s  {rate / ceiling:5.2f} of the environment alone"
-            if args.sb3:
-                line += f"  {rate / median(rates['stable-baselines3']):5.2f} of stable-baselines3"
-            print(line, flush=True)
-        for arch in args.archs:
-            shares = trainer_rate(args, n_envs, arch, split=True)[1]
-            text = ", ".join(f"{name} {share:.0%}" for name, share in sorted(shares.items()))
+    if args.trainer == "all":
+        names = get_args(Trainer)
+        groups = [contenders(args, name, N_ENVS.get(name, (0,))[0], args.archs or ("auto",)) for name in names]
+        compare(args, 32, groups)
+        return
+    archs = args.archs or (("nips", "nature") if args.trainer == "paac" and args.env_id == Args.env_id else ("auto",))
+    for n_envs in args.n_envs or N_ENVS.get(args.trainer, (32,)):
+        compare(args, n_envs, [contenders(args, args.trainer, n_envs, archs)])
+        for arch in archs if args.trainer in N_ENVS else ():
+            shares = trainer_rate(args, args.trainer, n_envs, arch, True)[1]
+            text = ", ".join(f"{part} {share:.0%}" for part, share in sorted(shares.items()))
             print(f"n_e = {n_envs:4}  {args.trainer} {arch:12} {text}", flush=True)
 
 

@@ -3,6 +3,7 @@
 import csv
 import importlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import common.run
-from benchmarks import catch, learning, plot
+from benchmarks import catch, learning, plot, throughput
 from tests.helpers import wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -214,3 +215,18 @@ def test_catch_by_random_and_by_best_play() -> None:
     rng = np.random.default_rng(0)
     assert {play(lambda: int(np.sign(env.ball - env.paddle)) + 1, seed) for seed in range(50)} == {1.0}
     assert np.mean([play(lambda: int(rng.integers(3)), seed) for seed in range(2000)]) == pytest.approx(-0.5, abs=0.06)
+
+
+@pytest.mark.parametrize("trainer", ["paac", "sarsa", "ppo_batch", "apex"])
+def test_throughput(trainer: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--trainer", trainer, "--env-id", "CartPole-v1", "--rounds", "1", "--seconds", "2"]
+    monkeypatch.setattr(sys, "argv", ["throughput.py", *flags])
+    throughput.main()
+    head, alone, *lines = capsys.readouterr().out.splitlines()
+    assert "CartPole-v1" in head and "environment alone" in alone and trainer in lines[0]
+    rates = [float(line.split(" steps/s")[0].split()[-1].replace(",", "")) for line in (alone, lines[0])]
+    assert min(rates) > 0
+    if trainer in ("paac", "ppo_batch"):  # the split
+        assert sum(int(part) for part in re.findall(r"(\d+)%", lines[1])) in range(98, 103)
+    else:
+        assert len(lines) == 1
