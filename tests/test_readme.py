@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 import shlex
@@ -65,3 +66,47 @@ def test_files_that_the_readmes_name_exist() -> None:
             r"`((?:common|benchmarks|results)/[\w/.]+)`", text
         ):
             assert (ROOT / path).exists() or (ROOT / source).parent.joinpath(path).exists(), f"{source}: {path}"
+
+
+def section(title: str) -> str:
+    """The text of a section of the README."""
+    return (ROOT / "README.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def flags_of_table(text: str) -> set[str]:
+    """The flags in the first column of the first table, as fields of Args."""
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `--")]
+    return {flag.replace("-", "_") for flag in re.findall(r"`--([a-z0-9-]+)", " ".join(rows))} - {"no_clip_rewards"}
+
+
+def fields(trainer: str) -> set[str]:
+    return {field.name for field in dataclasses.fields(importlib.import_module(trainer).Args)}
+
+
+VALUES = {"entropy_coef", "value_coef"}  # the constants of actor-critics, which the README tells of in words
+
+
+@pytest.mark.parametrize(
+    ("title", "lacking"),
+    [
+        ("Flags", {"paac": set()}),
+        (
+            "The asynchronous methods",
+            {"a3c": set(), "nstep_q": VALUES, "async_q": VALUES | {"t_max"}, "sarsa": VALUES | {"t_max"}},
+        ),
+        ("Batch PPO", {"ppo_batch": set()}),
+        ("Ape-X", {"apex": VALUES}),
+    ],
+)
+def test_flags_that_a_trainer_lacks_are_named(title: str, lacking: dict[str, set[str]]) -> None:
+    """What a section's "but for" names, and `lacking`, is what its trainers lack of the first table's flags.
+
+    The flags of the section's own table are those of one of its trainers.
+    """
+    first, text = flags_of_table(section("Flags")), section(title)
+    assert len(first) > 20
+    exceptions = re.search(r"but for (([^.;]|\.py)*)", text) if title != "Flags" else None
+    named = re.findall(r"`--([a-z0-9-]+)`", exceptions[1]) if exceptions else []
+    for trainer, more in lacking.items():
+        assert first - fields(trainer) == {name.replace("-", "_") for name in named} | more, trainer
+    assert flags_of_table(text) <= set().union(*(fields(trainer) for trainer in lacking))
