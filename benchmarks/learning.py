@@ -93,6 +93,7 @@ class Job:
 
 
 CATCH = "benchmarks.catch:Catch-v0"
+MUJOCO = [f"{task}-v5" for task in ("HalfCheetah", "Hopper", "Walker2d", "Swimmer", "Reacher")]
 # The only constants set here: those of Atari are for tens of millions of steps, and Catch is to be learned in 100,000;
 # PAAC's policy on Pendulum must not become certain too early.
 Q_FLAGS = ("--learning-rate", "0.005", "--epsilon-steps", "50_000", "--target-interval", "2_000")
@@ -109,7 +110,9 @@ def job(trainer: str, env_id: str, total_steps: int, seed: int, cores: int) -> J
         flags, takes = ("--n-actors", "1"), 2
     elif env_id.endswith("NoFrameskip-v4"):
         flags, takes = (), cores  # by default, it takes them all
-    return Job(trainer, env_id, total_steps, seed, flags + CONSTANTS.get((trainer, env_id), ()), min(takes, cores))
+    flags += CONSTANTS.get((trainer, env_id), ())
+    flags += ("--eval-episodes", "100") if env_id in MUJOCO else ()  # as PFRL's table
+    return Job(trainer, env_id, total_steps, seed, flags, min(takes, cores))
 
 
 def suite(name: str, seeds: Sequence[int], cores: int) -> list[Job]:
@@ -125,8 +128,7 @@ def suite(name: str, seeds: Sequence[int], cores: int) -> list[Job]:
         tasks += [("ppo_batch", "Pendulum-v1", 400_000)]
         tasks += [(trainer, CATCH, 100_000) for trainer in (*HOGWILD, "ppo_batch")]
     elif name == "mujoco":
-        ids = [f"{task}-v5" for task in ("HalfCheetah", "Hopper", "Walker2d", "Swimmer", "Reacher")]
-        tasks += [(trainer, env_id, 2_000_000) for env_id in ids for trainer in ("ppo_batch", "a3c", "paac")]
+        tasks += [(trainer, env_id, 2_000_000) for env_id in MUJOCO for trainer in ("ppo_batch", "a3c", "paac")]
     else:  # the frames of a day on one GPU machine, not those of the papers
         tasks += [(trainer, "PongNoFrameskip-v4", 10_000_000) for trainer in TRAINERS]
         tasks += [(trainer, "BreakoutNoFrameskip-v4", 20_000_000) for trainer in TRAINERS]
