@@ -287,8 +287,10 @@ def main() -> int:
         return 2
     out = args.out or ROOT / "results" / args.suite
     out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGHUP, stop)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell has its background jobs ignore the first
+        signal.signal(number, stop)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+        signal.signal(signal.SIGHUP, stop)
     try:
         return 1 if run_all(jobs, args.runs / args.suite, out, cores, args.points) else 0
     except KeyboardInterrupt:
