@@ -5,7 +5,7 @@
 
 A picture for each task: the return of training episodes against steps and against seconds, for each trainer the
 interquartile mean over its seeds and its 95 % bootstrap interval (Agarwal et al. 2021). The table has the same of the
-30-episode evaluations at the end.
+evaluations at the end, and beside them what was published for the task; results/README.md says under which protocol.
 """
 
 from __future__ import annotations
@@ -26,6 +26,17 @@ import tyro
 from benchmarks.learning import file_name
 
 RESAMPLES = 2000
+PONG = "PongNoFrameskip-v4"
+PUBLISHED = {
+    ("ppo_batch", "HalfCheetah-v5"): "1986 ± 175",  # PFRL, v2 models
+    ("ppo_batch", "Hopper-v5"): "2793 ± 65",
+    ("ppo_batch", "Walker2d-v5"): "2873 ± 138",
+    ("ppo_batch", "Swimmer-v5"): "125 ± 11",
+    ("paac", PONG): "20.6",  # Table 1 of the paper, arch_nips
+    ("a3c", PONG): "20.9",  # PFRL, the best of the intermediate evaluations
+    ("ppo_batch", PONG): "20.7",  # the paper, training episodes
+    ("apex", PONG): "20.9",  # the paper
+}
 
 
 @dataclass
@@ -130,20 +141,27 @@ def picture(env_id: str, results: dict[str, list[Result]], path: Path, window: f
 
 
 def table(tasks: dict[str, dict[str, list[Result]]]) -> str:
-    """Markdown: a line for each task and trainer."""
+    """Markdown: a line for each task and trainer, with the standard error of the mean over seeds."""
     lines = [
-        "| task | trainer | steps | minutes | interquartile mean [95 %] | each seed |",
-        "|---|---|---|---|---|---|",
+        "| task | trainer | steps | minutes | interquartile mean [95 %] | mean ± s.e. | each seed | published |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for env_id, trainers in tasks.items():
         for trainer, runs in trainers.items():
             scores = np.array([run.score for run in runs])
             low, high = bootstrap_interval(scores, interquartile_mean)
-            steps = max(run.steps[-1] for run in runs)
-            minutes = np.mean([float(run.header["seconds"]) for run in runs]) / 60
-            each = ", ".join(f"{score:.1f}" for score in scores)
-            summary = f"{interquartile_mean(scores):.1f} [{low:.1f}, {high:.1f}]"
-            lines.append(f"| {env_id} | `{trainer}.py` | {steps:,.0f} | {minutes:.1f} | {summary} | {each} |")
+            error = f" ± {scores.std(ddof=1) / np.sqrt(len(scores)):.1f}" if len(scores) > 1 else ""
+            cells = [
+                env_id,
+                f"`{trainer}.py`",
+                f"{max(run.steps[-1] for run in runs):,.0f}",
+                f"{np.mean([float(run.header['seconds']) for run in runs]) / 60:.1f}",
+                f"{interquartile_mean(scores):.1f} [{low:.1f}, {high:.1f}]",
+                f"{scores.mean():.1f}{error}",
+                ", ".join(f"{score:.1f}" for score in scores),
+                PUBLISHED.get((trainer, env_id), ""),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -194,7 +194,7 @@ def test_pictures_and_table(tmp_path: Path, capsys: pytest.CaptureFixture, monke
     monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path), "--readme", str(readme)])
     assert plot.main() == 0
     assert (tmp_path / "Task-v0.png").stat().st_size > 10_000
-    assert "| Task-v0 | `paac.py` | 9 | 1.5 | 5.0 [2.5, 7.5] | 7.5, 2.5 |" in readme.read_text()
+    assert "| Task-v0 | `paac.py` | 9 | 1.5 | 5.0 [2.5, 7.5] | 5.0 ± 2.5 | 7.5, 2.5 |  |" in readme.read_text()
     monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path / "none")])
     assert plot.main() == 2
     assert "holds no CSV" in capsys.readouterr().err
