@@ -1,6 +1,6 @@
 """Runs a suite of trainings side by side and keeps one CSV a run: the proof that the trainers learn.
 
-    python benchmarks/learning.py small                             # into results/small, hours on two cores
+    python benchmarks/learning.py small                             # into results/small, two hours on two cores
     python benchmarks/learning.py mujoco --trainers ppo_batch --seeds 1 2
     python benchmarks/plot.py results/small                         # its curves and its table
 
@@ -47,7 +47,7 @@ PACKAGES = ("torch", "gymnasium", "ale-py", "mujoco", "numpy")
 
 @dataclass
 class Args:
-    suite: tyro.conf.Positional[Literal["small", "mujoco", "atari"]]
+    suite: tyro.conf.Positional[Literal["small", "pixels", "mujoco", "atari"]]
     """what to run"""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """runs of each task"""
@@ -126,6 +126,7 @@ def suite(name: str, seeds: Sequence[int], cores: int) -> list[Job]:
         tasks += [("ppo_batch", "Acrobot-v1", 200_000), ("apex", "Acrobot-v1", 200_000)]
         tasks += [("paac", "Pendulum-v1", 500_000), ("a3c", "Pendulum-v1", 1_000_000)]
         tasks += [("ppo_batch", "Pendulum-v1", 400_000)]
+    elif name == "pixels":
         tasks += [(trainer, CATCH, 100_000) for trainer in (*HOGWILD, "ppo_batch")]
     elif name == "mujoco":
         tasks += [(trainer, env_id, 2_000_000) for env_id in MUJOCO for trainer in ("ppo_batch", "a3c", "paac")]

@@ -65,7 +65,7 @@ def test_replace_table_leaves_the_rest() -> None:
         plot.replace_table(text, "other", "new")
 
 
-@pytest.mark.parametrize("name", ["small", "mujoco", "atari"])
+@pytest.mark.parametrize("name", ["small", "pixels", "mujoco", "atari"])
 @pytest.mark.parametrize("cores", [1, 2, 16, 64])
 def test_jobs_of_a_suite_fit_and_differ(name: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their trainers take their flags, and no two write to one file."""
