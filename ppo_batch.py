@@ -20,8 +20,9 @@ It follows the code of ChainerRL and of PFRL, its successor in PyTorch:
 - a minibatch may hold the end of one epoch and the start of the next, where M does not divide N·T;
 - on vectors, the statistics that normalise observations change after the rollout and before its epochs, so that
   even the first ρ is not exactly 1;
-- the presets are PFRL's, but for 8 simulators on vectors where its example has 1. ChainerRL's batch example is
-  `--anneal-lr --gamma 0.99 --gae-lambda 0.95 --no-standardize-advantages --reward-scale 0.01` on top of `vector`,
+- the presets are PFRL's, but for 8 simulators on vectors where its example has 1, and α falling to zero there as in
+  ChainerRL's batch example, where PFRL's is constant (`--no-anneal-lr`). All of that example is
+  `--gamma 0.99 --gae-lambda 0.95 --no-standardize-advantages --reward-scale 0.01` on top of `vector`,
   Table 5 of Schulman et al. `--update-epochs 3 --anneal-clip` on top of `atari`.
 
 Departures from it: a time limit does not cut the return, it bootstraps from V of the final observation (its MuJoCo
@@ -75,14 +76,14 @@ SCRIPT = "ppo_batch"
 # What each kind of task changes in Args, whose defaults are those of PFRL's train_ppo_ale.
 PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
-    # Vectors: PFRL's reproduction of PPO on MuJoCo, but for n_envs, where it has 1.
+    # Vectors: PFRL's reproduction of PPO on MuJoCo, but for n_envs, where it has 1, and anneal_lr, where it has False:
+    # σ shrinks as training goes on, and steps of a constant α then ruin the policy now and then (results/README.md).
     "vector": {
         "total_steps": 2_000_000,
         "update_interval": 2048,
         "minibatch_size": 64,
         "update_epochs": 10,
         "learning_rate": 3e-4,
-        "anneal_lr": False,
         "clip_coef": 0.2,
         "gamma": 0.995,
         "gae_lambda": 0.97,

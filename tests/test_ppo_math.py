@@ -570,7 +570,7 @@ ATARI = PFRL | {"total_steps": 10_000_000, "update_interval": 1024, "t_max": Non
 ATARI |= {"update_epochs": 4, "learning_rate": 2.5e-4, "anneal_lr": True, "clip_coef": 0.1, "gamma": 0.99}
 ATARI |= {"gae_lambda": 0.95, "entropy_coef": 0.01, "max_grad_norm": 0.5, "clip_rewards": True}
 VECTOR_TASK = PFRL | {"total_steps": 2_000_000, "update_interval": 2048, "t_max": None, "minibatch_size": 64}
-VECTOR_TASK |= {"update_epochs": 10, "learning_rate": 3e-4, "anneal_lr": False, "clip_coef": 0.2, "gamma": 0.995}
+VECTOR_TASK |= {"update_epochs": 10, "learning_rate": 3e-4, "anneal_lr": True, "clip_coef": 0.2, "gamma": 0.995}
 VECTOR_TASK |= {"gae_lambda": 0.97, "entropy_coef": 0.0, "max_grad_norm": None, "clip_rewards": False}
 
 
