@@ -130,17 +130,19 @@ def test_returns_are_raw_scores(tmp_path: Path) -> None:
 
 
 def test_learning_rate_and_clip_of_each_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the presets have them: α falls to zero for Atari and is constant for vectors; ε does not change."""
+    """As the presets have them: α falls to zero, ε does not change."""
     watch = Watch(monkeypatch)
     cases = {"atari": [], "vector": [], "both": ["--preset", "atari", "--anneal-clip", "--update-epochs", "3"]}
+    cases["constant"] = ["--preset", "vector", "--no-anneal-lr"]
     for name, flags in cases.items():
         flags = flags or ["--preset", name]
         assert run(*ECHO, "--total-steps", "96", *flags, "--run-dir", name) == 0
     schedule = [(seen["lr"], seen["clip_coef"]) for seen in watch.updates]
     fractions = (0.75, 0.5, 0.25, 0.0)
     assert schedule[:4] == [(pytest.approx(2.5e-4 * left), 0.1) for left in fractions]
-    assert schedule[4:8] == [(3e-4, 0.2)] * 4
-    assert schedule[8:] == [(pytest.approx(2.5e-4 * left), pytest.approx(0.1 * left)) for left in fractions]
+    assert schedule[4:8] == [(pytest.approx(3e-4 * left), 0.2) for left in fractions]
+    assert schedule[8:12] == [(pytest.approx(2.5e-4 * left), pytest.approx(0.1 * left)) for left in fractions]
+    assert schedule[12:] == [(3e-4, 0.2)] * 4
 
 
 def test_batch_of_an_atari_game(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,11 +444,11 @@ def test_refused_run_directory(tmp_path: Path, refused: Callable[..., str]) -> N
     ("env_id", "flags", "goal"),
     [
         # 500 is the most there is, chance gives 22
-        ("CartPole-v1", ["--total-steps", "16384", "--update-interval", "512"], 250),
+        ("CartPole-v1", ["--total-steps", "16384", "--update-interval", "512", "--no-anneal-lr"], 250),
         # 1 is the most there is, chance gives 0.5
         (ENV.format("PixelCue"), ["--total-steps", "768", "--update-interval", "128", "--minibatch-size", "32"], 0.8),
         # 0 is the most there is, the first policy gets -5.3
-        (ENV.format("VectorCue"), ["--total-steps", "12000", "--update-interval", "256"], -1.0),
+        (ENV.format("VectorCue"), ["--total-steps", "12000", "--update-interval", "256", "--no-anneal-lr"], -1.0),
     ],
     ids=["discrete", "image", "continuous"],
 )
