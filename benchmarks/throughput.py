@@ -33,7 +33,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -44,13 +44,13 @@ import apex
 import paac
 import ppo_batch
 from benchmarks import hogwild
+from benchmarks.learning import HOGWILD, TRAINERS, Trainer
 from common.atari import is_atari
 from common.run import keep_freed_memory
 from common.vec_env import make_vec_env, n_cores
 
-Trainer = Literal["paac", "a3c", "async_q", "nstep_q", "sarsa", "ppo_batch", "apex"]
-N_ENVS = {"paac": (32,), "ppo_batch": (8,)}  # of those that have the flag
-ASYNCHRONOUS = ("a3c", "async_q", "nstep_q", "sarsa")
+N_ENVS = {"paac": 32, "ppo_batch": 8}  # of those that have the flag
+PEERS = {"paac": "SB3's A2C", "ppo_batch": "SB3's PPO", "a3c": "PFRL's A3C"}
 WARM_UP = 3_000  # steps before measuring begins
 APEX_FLAGS = ["--learning-starts", "2000", "--capacity", "100000"]  # so that it learns while it is measured
 
@@ -62,7 +62,7 @@ class Args:
     env_id: str = "PongNoFrameskip-v4"
     """environment"""
     n_envs: tuple[int, ...] = ()
-    """numbers of environments to measure; none: 32 for paac, 8 for ppo_batch; the others have numbers of their own"""
+    """numbers of environments to measure; none: 32 for paac, 8 for ppo_batch; the others, and `all`, take no other"""
     archs: tuple[str, ...] = ()
     """networks to measure; none: nips and nature for paac alone, else each trainer's default"""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -236,16 +236,15 @@ def sb3_process_rate(args: Args, name: str, n_envs: int) -> float:
 
 def contenders(args: Args, name: str, n_envs: int, archs: tuple[str, ...]) -> dict[str, Callable[[], float]]:
     """What measures the steps/s of a trainer with each network, and last those of its peer, by what to call them."""
-    if name in ASYNCHRONOUS:
+    if name in HOGWILD:
         own = hogwild.Args(env_id=args.env_id, seconds=args.seconds)
         found = {name: lambda: hogwild.trainer_rate(own, name, n_cores())}
         if args.pfrl and name == "a3c":
-            found["PFRL's A3C"] = lambda: hogwild.pfrl_process_rate(own, n_cores())
+            found[PEERS[name]] = lambda: hogwild.pfrl_process_rate(own, n_cores())
         return found
     found = {f"{name} {arch}": lambda arch=arch: trainer_rate(args, name, n_envs, arch, False)[0] for arch in archs}
     if args.sb3 and name in N_ENVS:
-        peer = "SB3's A2C" if name == "paac" else "SB3's PPO"
-        found[peer] = lambda: sb3_process_rate(args, name, n_envs)
+        found[PEERS[name]] = lambda: sb3_process_rate(args, name, n_envs)
     return found
 
 
@@ -258,12 +257,13 @@ def compare(args: Args, n_envs: int, groups: list[dict[str, Callable[[], float]]
             for label, measure in group.items():
                 rates[label].append(measure())
     ceiling = median(rates["environment alone"])
-    for group in [{"environment alone": None}, *groups]:
-        *_, peer = group
+    print(f"{'environment alone':20} {ceiling:9,.0f} steps/s with {n_envs} environments", flush=True)
+    for group in groups:
+        peer = next((label for label in group if label in PEERS.values()), None)
         for label in group:
             rate = median(rates[label])
-            line = f"n_e = {n_envs:4}  {label:20} {rate:9,.0f} steps/s  {rate / ceiling:5.2f} of the environment alone"
-            if "'s " in peer:
+            line = f"{label:20} {rate:9,.0f} steps/s  {rate / ceiling:5.2f} of the environment alone"
+            if peer:
                 line += f"  {rate / median(rates[peer]):5.2f} of {peer}"
             print(line, flush=True)
 
@@ -280,17 +280,16 @@ def main() -> None:
         f"{args.env_id}, torch {torch.__version__} with {threads} threads{gpu}; {args.rounds} x {args.seconds} s each"
     )
     if args.trainer == "all":
-        names = get_args(Trainer)
-        groups = [contenders(args, name, N_ENVS.get(name, (0,))[0], args.archs or ("auto",)) for name in names]
+        groups = [contenders(args, name, N_ENVS.get(name, 0), args.archs or ("auto",)) for name in TRAINERS]
         compare(args, 32, groups)
         return
     archs = args.archs or (("nips", "nature") if args.trainer == "paac" and args.env_id == Args.env_id else ("auto",))
-    for n_envs in args.n_envs or N_ENVS.get(args.trainer, (32,)):
+    for n_envs in args.n_envs or (N_ENVS.get(args.trainer, 32),):
         compare(args, n_envs, [contenders(args, args.trainer, n_envs, archs)])
         for arch in archs if args.trainer in N_ENVS else ():
             shares = trainer_rate(args, args.trainer, n_envs, arch, True)[1]
             text = ", ".join(f"{part} {share:.0%}" for part, share in sorted(shares.items()))
-            print(f"n_e = {n_envs:4}  {args.trainer} {arch:12} {text}", flush=True)
+            print(f"{args.trainer} {arch}: {text}", flush=True)
 
 
 if __name__ == "__main__":

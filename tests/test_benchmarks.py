@@ -79,6 +79,7 @@ def test_jobs_of_a_suite_fit_and_differ(name: str, cores: int, tmp_path: Path, m
             monkeypatch.setattr(module, "n_cores", lambda: cores)
         args, _ = trainer.parse(job.command()[1:])
         assert (args.env_id, args.total_steps, args.seed) == (job.env_id, job.total_steps, job.seed)
+        assert args.eval_episodes == (100 if name == "mujoco" else 30)
 
 
 def test_small_suite_has_every_trainer_on_cartpole() -> None:
@@ -98,9 +99,8 @@ def test_runs_are_kept_as_csv_and_not_run_again(tmp_path: Path, capsys: pytest.C
     assert "torch" in result.header["packages"] and "cores" in result.header["machine"]
     summary = json.loads((tmp_path / "runs" / "paac_CartPole-v1_2" / "summary.json").read_text())
     assert result.score == summary["eval"]["mean"]
-    assert (
-        summary["steps"] == 20_000 and 10_000 < result.steps[-1] <= 20_000
-    )  # the last point is where an episode ended
+    assert summary["steps"] == 20_000
+    assert 10_000 < result.steps[-1] <= 20_000  # where an episode ended last
     assert (np.diff(result.steps) > 0).all() and (np.diff(result.seconds) > 0).all()
     assert ((result.returns > 0) & (result.returns <= 500)).all()
     capsys.readouterr()
@@ -148,6 +148,23 @@ def test_a_selection_of_nothing_is_refused(
     assert named in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("hangup", [signal.SIG_DFL, signal.SIG_IGN], ids=["terminal", "nohup"])
+def test_signals_that_stop_a_suite(hangup: signal.Handlers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGINT also where a shell has it ignored, for a background job; SIGHUP only where nohup has not."""
+    seen = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setattr(learning, "run_all", lambda *arguments: seen.extend(map(signal.getsignal, before)))
+    monkeypatch.setattr(sys, "argv", ["learning.py", "small", "--out", str(tmp_path)])
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, hangup)
+        assert learning.main() == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert seen == [learning.stop, learning.stop, hangup if hangup == signal.SIG_IGN else learning.stop]
+
+
 def test_a_failure_is_told_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     jobs = [learning.Job("paac", "Pogn-v4", 1000, 1), *small_jobs(2_000)[:1]]
     assert learning.run_all(jobs, tmp_path / "runs", tmp_path, 1, 500) == 1
@@ -176,7 +193,7 @@ def test_stopped_runs_go_on_where_they_were(tmp_path: Path) -> None:
     assert learning.run_all(small_jobs(60_000), tmp_path / "runs", tmp_path, 2, 500) == 0
     summary = json.loads((tmp_path / "runs" / "paac_CartPole-v1_1" / "summary.json").read_text())
     assert summary["steps"] == 60_000
-    # 32 simulators and episodes of at most 500 steps: one ends within the last 16,000
+    # 16 environments, episodes of at most 500 steps: one ends every 8,000 steps, but the stop begins them anew
     assert plot.read_result(tmp_path / "paac_CartPole-v1_1.csv").steps[-1] > 44_000
     assert (tmp_path / "runs" / "paac_CartPole-v1_1.log").read_text().count("run directory") == 2
 
@@ -195,6 +212,8 @@ def test_pictures_and_table(tmp_path: Path, capsys: pytest.CaptureFixture, monke
     assert plot.main() == 0
     assert (tmp_path / "Task-v0.png").stat().st_size > 10_000
     assert "| Task-v0 | `paac.py` | 9 | 1.5 | 5.0 [2.5, 7.5] | 5.0 ± 2.5 | 7.5, 2.5 |  |" in readme.read_text()
+    swimmer = plot.Result({"evaluation": json.dumps(EVALUATION), "seconds": "60"}, *np.ones((3, 1)))
+    assert plot.table({"Swimmer-v5": {"ppo_batch": [swimmer]}}).endswith("| 7.5 | 7.5 | 125 ± 11 |")
     monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path / "none")])
     assert plot.main() == 2
     assert "holds no CSV" in capsys.readouterr().err
