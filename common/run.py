@@ -490,6 +490,7 @@ def evaluate(args: Any, policy: Policy, stopped: Callable[[], bool] = lambda: Fa
 def record(args: Any, policy: Policy, stopped: Callable[[], bool] = lambda: False) -> None:
     """Play one episode and write it as agent.gif into the run directory, its first MAX_FRAMES steps at most."""
     env = make_env(find_spec(args.env_id), json.loads(args.env_kwargs), "rgb_array")
+    follow_agent(env)
     with contextlib.closing(env):
         obs, done, frames, score = env.reset(seed=env_seed(args.seed, 0, 2))[0], False, [], 0.0
         while not done and len(frames) < MAX_FRAMES:
@@ -502,3 +503,12 @@ def record(args: Any, policy: Policy, stopped: Callable[[], bool] = lambda: Fals
     path = Path(args.run_dir) / "agent.gif"
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=round(1000 / fps), loop=0)
     print(f"{path}: {len(frames)} steps, return {score:.2f}", flush=True)
+
+
+def follow_agent(env: gym.Env) -> None:
+    """Draw by the camera `track` of a MuJoCo model: the one that Gymnasium takes, where none is named, stands still."""
+    renderer = getattr(env.unwrapped, "mujoco_renderer", None)
+    if renderer and renderer.camera_id == -1:  # none named; and -1 again where the model has no `track`
+        import mujoco
+
+        renderer.camera_id = mujoco.mj_name2id(env.unwrapped.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -21,6 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import common.run
 import paac
+from common.vec_env import find_spec, make_env
 from tests import helpers
 from tests.helpers import (
     ROOT,
@@ -301,6 +303,18 @@ def test_signal_while_it_is_recorded(tmp_path: Path) -> None:
     args = paac.Args(env_id="PongNoFrameskip-v4", run_dir=str(tmp_path))
     common.run.record(args, lambda obs: [0] * len(obs), stopped=lambda: True)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("env_id", "named", "camera"),
+    [("Hopper-v5", {}, 0), ("Hopper-v5", {"camera_id": 0}, 0), ("Reacher-v5", {}, -1), ("CartPole-v1", {}, None)],
+)
+def test_camera_follows_the_agent_where_it_can(env_id: str, named: dict, camera: int | None) -> None:
+    """Hopper has one camera, `track`, Reacher none, CartPole no MuJoCo."""
+    with contextlib.closing(make_env(find_spec(env_id), named, "rgb_array")) as env:
+        common.run.follow_agent(env)
+        renderer = getattr(env.unwrapped, "mujoco_renderer", None)
+        assert (renderer.camera_id if renderer else None) == camera
 
 
 def test_evaluation_of_an_endless_environment_ends(monkeypatch: pytest.MonkeyPatch) -> None:
