@@ -150,13 +150,14 @@ def table(tasks: dict[str, dict[str, list[Result]]]) -> str:
         for trainer, runs in trainers.items():
             scores = np.array([run.score for run in runs])
             low, high = bootstrap_interval(scores, interquartile_mean)
+            interval = f" [{low:.1f}, {high:.1f}]" if len(scores) > 1 else ""
             error = f" ± {scores.std(ddof=1) / np.sqrt(len(scores)):.1f}" if len(scores) > 1 else ""
             cells = [
                 env_id,
                 f"`{trainer}.py`",
                 f"{max(run.steps[-1] for run in runs):,.0f}",
                 f"{np.mean([float(run.header['seconds']) for run in runs]) / 60:.1f}",
-                f"{interquartile_mean(scores):.1f} [{low:.1f}, {high:.1f}]",
+                f"{interquartile_mean(scores):.1f}{interval}",
                 f"{scores.mean():.1f}{error}",
                 ", ".join(f"{score:.1f}" for score in scores),
                 PUBLISHED.get((trainer, env_id), ""),

@@ -213,7 +213,7 @@ def test_pictures_and_table(tmp_path: Path, capsys: pytest.CaptureFixture, monke
     assert (tmp_path / "Task-v0.png").stat().st_size > 10_000
     assert "| Task-v0 | `paac.py` | 9 | 1.5 | 5.0 [2.5, 7.5] | 5.0 ± 2.5 | 7.5, 2.5 |  |" in readme.read_text()
     swimmer = plot.Result({"evaluation": json.dumps(EVALUATION), "seconds": "60"}, *np.ones((3, 1)))
-    assert plot.table({"Swimmer-v5": {"ppo_batch": [swimmer]}}).endswith("| 7.5 | 7.5 | 125 ± 11 |")
+    assert plot.table({"Swimmer-v5": {"ppo_batch": [swimmer]}}).endswith("| 7.5 | 7.5 | 7.5 | 125 ± 11 |")
     monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path / "none")])
     assert plot.main() == 2
     assert "holds no CSV" in capsys.readouterr().err
