@@ -3,7 +3,6 @@
     python benchmarks/hogwild.py                                 # a3c and the three Q-learners, 1 and 2 processes
     python benchmarks/hogwild.py --trainers a3c --processes 1 2 4 8 16
     python benchmarks/hogwild.py --pfrl                          # beside PFRL's A3C with the same network
-    python benchmarks/hogwild.py --env-id CartPole-v1 --goal 195  # seconds to a score (Table 2 in small)
 
 Steps are agent steps of all processes together. The contenders take turns, so that a machine that slows down slows
 them all; the number of each is the median over the rounds. PFRL and Gym, which it needs, must be installed.
@@ -21,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,8 +48,6 @@ class Args:
     """measured time of one contender in one round"""
     rounds: int = 3
     """rounds"""
-    goal: float | None = None
-    """measure the seconds until the last 100 episodes have this mean return, not the steps/s"""
     pfrl: bool = False
     """measure PFRL's A3C as well"""
     pfrl_worker: int = 0
@@ -71,23 +67,6 @@ def environment_rate(args: Args) -> float:
     return rate
 
 
-def seconds_to_goal(args: Args, name: str, n_processes: int, seed: int) -> float:
-    """Seconds from the start of the processes until the goal is reached; NaN where training ends before that."""
-    seconds = []
-
-    def watch(self: Team, run: Run) -> None:
-        start = time.perf_counter()
-        while self.global_step < self.total_steps:
-            time.sleep(0.05)
-            self._receive(run)
-            if len(run.returns) == run.returns.maxlen and np.mean(run.returns) >= args.goal:
-                seconds.append(time.perf_counter() - start)
-                return
-
-    with_trainer(args, name, n_processes, watch, ["--seed", str(seed)])
-    return seconds[0] if seconds else float("nan")
-
-
 def trainer_rate(args: Args, name: str, n_processes: int) -> float:
     """Steps/s of a trainer, from when each of its processes has made 200 steps."""
     rates: list[float] = []
@@ -99,19 +78,14 @@ def trainer_rate(args: Args, name: str, n_processes: int) -> float:
         time.sleep(args.seconds)
         rates.append((self.global_step - step) / (time.perf_counter() - start))
 
-    with_trainer(args, name, n_processes, watch, [])
-    return rates[0]
-
-
-def with_trainer(args: Args, name: str, n_processes: int, watch: Callable, flags: list[str]) -> None:
-    """Run a trainer whose parent watches it with `watch`."""
     original, Team.watch = Team.watch, watch
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-            flags = [*flags, "--env-id", args.env_id, "--n-processes", str(n_processes), "--run-dir", f"{folder}/run"]
+            flags = ["--env-id", args.env_id, "--n-processes", str(n_processes), "--run-dir", f"{folder}/run"]
             importlib.import_module(name).main(flags)
     finally:
         Team.watch = original
+    return rates[0]
 
 
 class OldGym:
@@ -184,14 +158,6 @@ def main() -> None:
         print(json.dumps(pfrl_rate(args, args.pfrl_worker)))
         return
     print(f"{args.env_id}, {n_cores()} cores, torch {torch.__version__}; {args.rounds} x {args.seconds} s each")
-    if args.goal is not None:
-        for name in args.trainers:
-            for n in args.processes:
-                times = [seconds_to_goal(args, name, n, seed) for seed in range(1, args.rounds + 1)]
-                print(
-                    f"{name:18s} {n:3d} processes: {', '.join(f'{t:.1f}' for t in times)} s to {args.goal}", flush=True
-                )
-        return
     contenders: dict[tuple[str, int], Any] = {("environment alone", n_cores()): lambda: environment_rate(args)}
     for name in args.trainers:
         for n in args.processes:

@@ -1,6 +1,7 @@
 """The benchmarks that keep results: suites, CSVs, curves and tables."""
 
 import csv
+import dataclasses
 import importlib
 import json
 import re
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import common.run
-from benchmarks import catch, learning, plot, throughput
+from benchmarks import catch, learning, plot, scaling, throughput
 from tests.helpers import wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -249,3 +250,34 @@ def test_throughput(trainer: str, capsys: pytest.CaptureFixture, monkeypatch: py
         assert sum(int(part) for part in re.findall(r"(\d+)%", lines[1])) in range(98, 103)
     else:
         assert len(lines) == 1
+
+
+@pytest.mark.parametrize("trainer", ["ppo_batch", "a3c", "apex"])
+def test_scaling_stops_at_the_goal(trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pole that is pushed at random falls after 22 steps: 15 is there with the 100th episode, 1000 never."""
+    monkeypatch.chdir(tmp_path)
+    args = scaling.Args(goal=15, out=Path("s"), trainer=trainer, max_steps=30_000)
+    steps, seconds = scaling.to_goal(args, 2, 1)
+    assert 1_500 < steps < 15_000 and 0 < seconds < 60
+    never = dataclasses.replace(args, goal=1000, max_steps=1_000, flags="--seed 5 --checkpoint-interval 500")
+    assert np.isnan(scaling.to_goal(never, 1, 1)).all()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_scaling_of_a_run_that_fails_is_no_measurement(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        scaling.to_goal(scaling.Args(goal=1, out=Path("s"), env_id="Pogn-v4"), 1, 1)
+    assert "Pogn" in capsys.readouterr().err
+
+
+def test_scaling_writes_rows_and_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(scaling, "to_goal", lambda args, count, seed: (1000.0 * seed, 8.0 / count))
+    flags = ["--goal", "3", "--out", str(tmp_path / "s"), "--trainer", "a3c", "--counts", "1", "4", "--seeds", "1", "2"]
+    monkeypatch.setattr(sys, "argv", ["scaling.py", *flags])
+    scaling.main()
+    rows = (tmp_path / "s.csv").read_text().split()
+    assert rows == ["count,seed,steps,seconds", "1,1,1000.0,8.0", "4,1,1000.0,2.0", "1,2,2000.0,8.0", "4,2,2000.0,2.0"]
+    assert (tmp_path / "s.png").stat().st_size > 5_000
+    assert "--n-processes 4, seed 2: 2,000 steps, 2.0 s" in capsys.readouterr().out
