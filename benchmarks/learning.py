@@ -125,7 +125,7 @@ def suite(name: str, seeds: Sequence[int], cores: int) -> list[Job]:
         tasks += [(trainer, "Acrobot-v1", 400_000) for trainer in ("paac", *HOGWILD)]
         tasks += [("ppo_batch", "Acrobot-v1", 200_000), ("apex", "Acrobot-v1", 200_000)]
         tasks += [("paac", "Pendulum-v1", 500_000), ("a3c", "Pendulum-v1", 1_000_000)]
-        tasks += [("ppo_batch", "Pendulum-v1", 400_000)]
+        tasks += [("ppo_batch", "Pendulum-v1", 1_000_000)]
     elif name == "pixels":
         tasks += [(trainer, CATCH, 100_000) for trainer in (*HOGWILD, "ppo_batch")]
     elif name == "mujoco":
