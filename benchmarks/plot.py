@@ -149,9 +149,11 @@ def table(tasks: dict[str, dict[str, list[Result]]]) -> str:
     for env_id, trainers in tasks.items():
         for trainer, runs in trainers.items():
             scores = np.array([run.score for run in runs])
-            low, high = bootstrap_interval(scores, interquartile_mean)
-            interval = f" [{low:.1f}, {high:.1f}]" if len(scores) > 1 else ""
-            error = f" ± {scores.std(ddof=1) / np.sqrt(len(scores)):.1f}" if len(scores) > 1 else ""
+            interval = error = ""  # of one seed
+            if len(scores) > 1:
+                low, high = bootstrap_interval(scores, interquartile_mean)
+                interval = f" [{low:.1f}, {high:.1f}]"
+                error = f" ± {scores.std(ddof=1) / np.sqrt(len(scores)):.1f}"
             cells = [
                 env_id,
                 f"`{trainer}.py`",

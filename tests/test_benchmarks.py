@@ -261,16 +261,19 @@ def test_scaling_stops_at_the_goal(trainer: str, tmp_path: Path, monkeypatch: py
 
 
 def test_scaling_of_a_run_that_never_gets_there() -> None:
-    args = scaling.Args(goal=1000, out=Path("s"), max_steps=4_000, flags="--no-anneal-lr --checkpoint-interval 500")
+    args = scaling.Args(goal=1000, out=Path("s"), max_steps=4_000)
     count_episodes = common.run.Run.count_episodes
     assert np.isnan(scaling.to_goal(args, 1, 1)).all()
     assert common.run.Run.count_episodes is count_episodes
 
 
-def test_scaling_of_a_run_that_fails_is_no_measurement(capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(("env_id", "flags", "named"), [("Pogn-v4", "", "Pogn"), ("CartPole-v1", "--gamma 2", "gamma")])
+def test_scaling_of_a_run_that_fails_is_no_measurement(
+    env_id: str, flags: str, named: str, capsys: pytest.CaptureFixture
+) -> None:
     with pytest.raises(SystemExit, match="2"):
-        scaling.to_goal(scaling.Args(goal=1, out=Path("s"), env_id="Pogn-v4"), 1, 1)
-    assert "Pogn" in capsys.readouterr().err
+        scaling.to_goal(scaling.Args(goal=1, out=Path("s"), env_id=env_id, flags=flags), 1, 1)
+    assert named in capsys.readouterr().err
 
 
 def test_scaling_writes_rows_and_a_picture(

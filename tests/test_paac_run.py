@@ -298,16 +298,18 @@ def test_signal_while_it_is_evaluated(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (summary(tmp_path / "r")["status"], summary(tmp_path / "r")["eval"]) == ("completed", None)
 
 
-def test_signal_while_it_is_recorded(tmp_path: Path) -> None:
+def test_signal_while_it_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half an episode is not written."""
+    followed = []
+    monkeypatch.setattr(common.run, "follow_agent", followed.append)
     args = paac.Args(env_id="PongNoFrameskip-v4", run_dir=str(tmp_path))
     common.run.record(args, lambda obs: [0] * len(obs), stopped=lambda: True)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [] and len(followed) == 1
 
 
 @pytest.mark.parametrize(
     ("env_id", "named", "camera"),
-    [("Hopper-v5", {}, 0), ("Hopper-v5", {"camera_id": 0}, 0), ("Reacher-v5", {}, -1), ("CartPole-v1", {}, None)],
+    [("Hopper-v5", {}, 0), ("Hopper-v5", {"camera_id": 7}, 7), ("Reacher-v5", {}, -1), ("CartPole-v1", {}, None)],
 )
 def test_camera_follows_the_agent_where_it_can(env_id: str, named: dict, camera: int | None) -> None:
     """Hopper has one camera, `track`, Reacher none, CartPole no MuJoCo."""
