@@ -529,7 +529,8 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
         args.n_actors = max(1, n_cores() - 1 if device.type == "cuda" else n_cores() // 2)
     check_range(args, "total_steps checkpoint_interval n_actors envs_per_actor fetch_interval", 1)
     check_range(args, "learning_starts trim_interval batch_size target_interval", 1)
-    check_range(args, "seed eval_episodes learning_rate max_grad_norm reward_scale epsilon_alpha", 0)
+    check_range(args, "seed", 0, 2**64 - 1)
+    check_range(args, "eval_episodes learning_rate max_grad_norm reward_scale epsilon_alpha", 0)
     check_range(args, "rms_eps priority_eps", 1e-12)
     check_range(args, "gamma rms_decay epsilon eval_epsilon priority_alpha priority_beta", 0, 1)
     if args.replay_ratio is not None:

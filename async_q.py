@@ -378,7 +378,8 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     if args.n_processes is None:
         args.n_processes = n_cores()
     check_range(args, "total_steps checkpoint_interval n_processes update_interval target_interval epsilon_steps", 1)
-    check_range(args, "seed eval_episodes learning_rate max_grad_norm reward_scale", 0)
+    check_range(args, "seed", 0, 2**64 - 1)
+    check_range(args, "eval_episodes learning_rate max_grad_norm reward_scale", 0)
     check_range(args, "rms_eps", 1e-12)
     check_range(args, "gamma rms_decay eval_epsilon", 0, 1)
     finals, probs = args.epsilon_finals, args.epsilon_probs

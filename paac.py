@@ -292,8 +292,9 @@ def to_env(actions: Tensor, space: gym.Space) -> np.ndarray:
     low, high = space.low.astype(np.float32), space.high.astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):  # the largest float as a bound means that there is none
         stretched = low + (actions.clip(-1, 1) + 1) / 2 * (high - low)
-        actions = np.where(np.isfinite(high - low), stretched, actions.clip(low, high))
-    return (np.rint(actions) if np.issubdtype(space.dtype, np.integer) else actions).astype(space.dtype)
+        actions = np.where(np.isfinite(high - low), stretched, actions)
+    actions = np.rint(actions) if np.issubdtype(space.dtype, np.integer) else actions
+    return actions.astype(space.dtype).clip(space.low, space.high)  # rounding may have left the bounds, too
 
 
 # --------------------------------------------------------------------------------------------------- training
@@ -423,7 +424,8 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     if args.n_workers is None:
         args.n_workers = min(8, n_cores(), args.n_envs)
     check_range(args, "n_workers", 0, args.n_envs)
-    check_range(args, "seed eval_episodes learning_rate entropy_coef value_coef max_grad_norm reward_scale", 0)
+    check_range(args, "seed", 0, 2**64 - 1)
+    check_range(args, "eval_episodes learning_rate entropy_coef value_coef max_grad_norm reward_scale", 0)
     check_range(args, "rms_eps", 1e-12)
     check_range(args, "gamma rms_decay", 0, 1)
     if checkpoint is None:

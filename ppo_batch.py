@@ -21,14 +21,17 @@ It follows the code of ChainerRL and of PFRL, its successor in PyTorch:
 - on vectors, the statistics that normalise observations change after the rollout and before its epochs, so that
   even the first ρ is not exactly 1;
 - the presets are PFRL's, but for 8 simulators on vectors where its example has 1, and α falling to zero there as in
-  ChainerRL's batch example, where PFRL's is constant (`--no-anneal-lr`). All of that example is
-  `--gamma 0.99 --gae-lambda 0.95 --no-standardize-advantages --reward-scale 0.01` on top of `vector`,
-  Table 5 of Schulman et al. `--update-epochs 3 --anneal-clip` on top of `atari`.
+  ChainerRL's batch example, where PFRL's is constant (`--no-anneal-lr`). The constants of ChainerRL's are `--gamma 0.99
+  --gae-lambda 0.95 --no-standardize-advantages --reward-scale 0.01 --n-envs 1 --total-steps 1_000_000
+  --no-bootstrap-limits` on top of `vector` (its initial weights are LeCun's), those of Table 5 of Schulman et al.
+  `--update-epochs 3 --anneal-clip` on top of `atari`.
 
 Departures from it: a time limit does not cut the return, it bootstraps from V of the final observation (its MuJoCo
-example cuts there: `--no-bootstrap-limits`); losing a life does not end an episode; 0 to 30 no-ops, not 1 to 30; a
-Gaussian's [-1, 1] is stretched to the bounds of the actions and clipped there; no recurrent networks. On CUDA PyTorch
-computes convolutions in TF32 unless told otherwise.
+example cuts there: `--no-bootstrap-limits`); α and ε are those of the rollout's first step, as in the code of Schulman
+et al., where PFRL's are those of its last, so that the update that ends a run does nothing; losing a life does not end
+an episode; 0 to 30 no-ops, not 1 to 30; the first stack of a game has three black frames; a Gaussian's [-1, 1] is
+stretched to the bounds of the actions and clipped there; no recurrent networks. On CUDA PyTorch computes convolutions
+in TF32 unless told otherwise.
 """
 
 from __future__ import annotations
@@ -338,8 +341,9 @@ def to_env(actions: Tensor, space: gym.Space) -> np.ndarray:
     low, high = space.low.astype(np.float32), space.high.astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):  # the largest float as a bound means that there is none
         stretched = low + (actions.clip(-1, 1) + 1) / 2 * (high - low)
-        actions = np.where(np.isfinite(high - low), stretched, actions.clip(low, high))
-    return (np.rint(actions) if np.issubdtype(space.dtype, np.integer) else actions).astype(space.dtype)
+        actions = np.where(np.isfinite(high - low), stretched, actions)
+    actions = np.rint(actions) if np.issubdtype(space.dtype, np.integer) else actions
+    return actions.astype(space.dtype).clip(space.low, space.high)  # rounding may have left the bounds, too
 
 
 # --------------------------------------------------------------------------------------------------- training
@@ -435,10 +439,10 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                 advantages = (advantages - advantages.mean()) / (advantages.std(unbiased=False) + 1e-8)
             if isinstance(model.trunk, RunningNorm):
                 model.trunk.update(observations)
-            step += args.n_envs * t_max  # before α and ε: those of PFRL count the steps of this rollout
             alpha = linear_decay(args.learning_rate, step, args.total_steps) if args.anneal_lr else args.learning_rate
             epsilon = linear_decay(args.clip_coef, step, args.total_steps) if args.anneal_clip else args.clip_coef
             optimizer.param_groups[0]["lr"] = alpha
+            step += args.n_envs * t_max
             batch = tuple(x.flatten(0, 1) for x in (observations, taken, log_probs, advantages, returns))
             total_loss, scalars = update(model, optimizer, batch, epsilon, args)  # θ_old ← θ
             with torch.no_grad():
@@ -502,7 +506,8 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
         args.n_workers = min(8, n_cores(), args.n_envs)
     check_range(args, "minibatch_size", 1, args.n_envs * rollout_length(args))
     check_range(args, "n_workers", 0, args.n_envs)
-    check_range(args, "seed eval_episodes learning_rate clip_coef entropy_coef value_coef reward_scale", 0)
+    check_range(args, "seed", 0, 2**64 - 1)
+    check_range(args, "eval_episodes learning_rate clip_coef entropy_coef value_coef reward_scale", 0)
     check_range(args, "adam_eps", 1e-12)
     check_range(args, "gamma gae_lambda", 0, 1)
     if args.max_grad_norm is not None:

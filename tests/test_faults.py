@@ -413,6 +413,12 @@ def test_fault(name: str, fault: str, stories: dict[str, Story]) -> None:
     stories[name].outcomes[fault].result(timeout=10 * START)
 
 
+@pytest.mark.parametrize("seed", ["-1", str(2**64)])
+@pytest.mark.parametrize("name", SMALL)
+def test_a_seed_that_is_none(name: str, seed: str, refused: Callable[..., str]) -> None:
+    assert f"--seed {seed}: " in refused(importlib.import_module(name), "--env-id", "CartPole-v1", "--seed", seed)
+
+
 @pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
 @pytest.mark.parametrize("name", SMALL)
 def test_refused(name: str, flag: str, stories: dict[str, Story], tmp_path: Path, refused: Callable[..., str]) -> None:

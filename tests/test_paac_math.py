@@ -437,6 +437,15 @@ def test_to_env_takes_the_largest_float_for_no_bound() -> None:
     np.testing.assert_allclose(result, [[3, 1], [-5, 0.25]])
 
 
+def test_to_env_stays_within_bounds_that_rounding_leaves() -> None:
+    rng = np.random.default_rng(0)
+    for dtype in (np.float32, np.float64):
+        ends = np.sort(rng.normal(size=(2, 1000)).astype(dtype), axis=0)
+        space = spaces.Box(*ends, dtype=dtype)
+        for end in (-1.0, 1.0):
+            assert space.contains(paac.to_env(torch.full((1, 1000), end), space)[0])
+
+
 def test_to_env_rounds_to_integers() -> None:
     space = spaces.Box(0, 10, (4,), np.int64)
     result = paac.to_env(torch.tensor([[-1.0, 1.0, 0.18, -0.18]]), space)

@@ -591,9 +591,9 @@ def test_presets(tmp_path: Path, env_id: str, preset: str, constants: dict[str, 
 
 
 def test_a_flag_overrides_the_preset(tmp_path: Path) -> None:
-    flags = ["--clip-coef", "0.3", "--anneal-lr", "--max-grad-norm", "2", "--clip-rewards", "--gamma", "0.9"]
+    flags = ["--clip-coef", "0.3", "--no-anneal-lr", "--max-grad-norm", "2", "--clip-rewards", "--gamma", "0.9"]
     args, _ = ppo_batch.parse(["--env-id", "CartPole-v1", *flags, "--run-dir", str(tmp_path / "run")])
-    assert (args.clip_coef, args.anneal_lr, args.max_grad_norm, args.clip_rewards) == (0.3, True, 2.0, True)
+    assert (args.clip_coef, args.anneal_lr, args.max_grad_norm, args.clip_rewards) == (0.3, False, 2.0, True)
     assert (args.gamma, args.gae_lambda, args.minibatch_size) == (0.9, 0.97, 64)
     flags = ["--max-grad-norm", "None", "--no-anneal-lr", "--no-standardize-advantages"]
     args, _ = ppo_batch.parse([*flags, "--run-dir", str(tmp_path / "run2")])
@@ -727,9 +727,8 @@ class SlowPpo:
                 bound = 1 + clip_coef if advantage > 0 else 1 - clip_coef
                 self.n_clipped += bool(out)
                 value = self.network("value", obs)[0]
-                loss = (
-                    loss - (bound if out else ratio) * advantage - a["entropy_coef"] * entropy + (target - value) ** 2
-                )
+                loss = loss - (bound if out else ratio) * advantage - a["entropy_coef"] * entropy
+                loss = loss + a["value_coef"] * (target - value) ** 2
             grads = torch.autograd.grad(loss / len(row), list(self.params.values()), materialize_grads=True)
             norm = math.sqrt(sum((g**2).sum().item() for g in grads))
             self.norms.append(norm)
@@ -769,8 +768,8 @@ def test_train_is_batch_ppo(case: str, tmp_path: Path, monkeypatch: pytest.Monke
     """Three updates of train() against SlowPpo: what each batch holds, and what becomes of the parameters."""
     values = {"total_steps": 30, "t_max": 5, "n_envs": 2, "gamma": 0.9, "entropy_coef": 0.05, "learning_rate": 0.02}
     values |= {"gae_lambda": 0.8, "minibatch_size": 4, "update_epochs": 3, "clip_coef": 0.15, "adam_eps": 1e-3}
-    values |= {"reward_scale": 0.6, "seed": 5, "n_workers": 0, "eval_episodes": 0, "max_grad_norm": None}
-    values |= {"device": "cpu"}
+    values |= {"value_coef": 1.7, "reward_scale": 0.6, "seed": 5, "n_workers": 0, "eval_episodes": 0}
+    values |= {"max_grad_norm": None, "device": "cpu"}
     switches = {"clip_rewards": False, "anneal_lr": False, "anneal_clip": False}
     switches |= {"standardize_advantages": True, "bootstrap_limits": True}
     options = dict(CASES[case])
@@ -798,7 +797,7 @@ def test_train_is_batch_ppo(case: str, tmp_path: Path, monkeypatch: pytest.Monke
         for column, theirs in zip(batch, seen["batch"], strict=True):
             assert theirs.shape[0] == 10
             np.testing.assert_allclose(theirs.numpy(), np.array(column), rtol=1e-4, atol=2e-5)
-        left = 1 - (k + 1) / 3
+        left = 1 - k / 3
         assert seen["lr"] == pytest.approx(0.02 * (left if switches["anneal_lr"] else 1))
         assert seen["clip_coef"] == pytest.approx(0.15 * (left if switches["anneal_clip"] else 1))
         assert [len(row) for row in rows] == [4] * 8

@@ -72,9 +72,27 @@ def test_a_small_network_has_one_thread(trainer: ModuleType, observations: str, 
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("trainer", [paac, ppo_batch], ids=lambda trainer: trainer.__name__)
+def test_bfloat16_reaches_the_network(trainer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bool] = []
+
+    class Watched(trainer.ActorCritic):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self.bfloat16)
+
+    monkeypatch.setattr(trainer, "ActorCritic", Watched)
+    flags = ["--n-envs", "2", "--t-max", "2", "--total-steps", "4", "--bfloat16"]
+    flags += ["--minibatch-size", "4"] if trainer is ppo_batch else []
+    folder = str(tmp_path / "r")
+    assert trainer.main(["--env-id", ENV.format("PixelCue"), *HERE, *flags, "--run-dir", folder]) == 0
+    assert trainer.main(["--evaluate", folder, "--eval-episodes", "1"]) == 0
+    assert made == [True, True]
+
+
 def test_run_directory_and_summary(tmp_path: Path) -> None:
     flags = ["--n-workers", "0", *SMALL, "--total-steps", "120", "--eval-episodes", "3", "--seed", "9"]
-    assert run("--env-id", ENV.format("Echo"), *flags, "--anneal-lr", "--learning-rate", "0.01") == 0
+    assert run("--env-id", ENV.format("Echo"), *flags, "--learning-rate", "0.01") == 0
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert run_dir.name.startswith("tests.paac_envs-Echo-v0__ppo_batch__9__")
     check_files(run_dir)
@@ -99,7 +117,7 @@ def test_run_directory_and_summary(tmp_path: Path) -> None:
     points = {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in tags}
     assert points["charts/episodic_length"] == [(step, 2) for step in (24, 48, 72, 96, 120)]  # a point an update
     rates = [event.value for event in accumulator.Scalars("charts/learning_rate")]
-    assert rates == pytest.approx([0.008, 0.006, 0.004, 0.002, 0], abs=1e-8)
+    assert rates == pytest.approx([0.01, 0.008, 0.006, 0.004, 0.002], abs=1e-8)
     returns = [value for _, value in points["charts/episodic_return"]]  # of 12 episodes each
     means = [sum(returns[: k + 1]) / (k + 1) for k in range(5)]
     assert [value for _, value in points["charts/return_last_100"]] == pytest.approx(means, abs=1e-5)
@@ -138,7 +156,7 @@ def test_learning_rate_and_clip_of_each_update(tmp_path: Path, monkeypatch: pyte
         flags = flags or ["--preset", name]
         assert run(*ECHO, "--total-steps", "96", *flags, "--run-dir", name) == 0
     schedule = [(seen["lr"], seen["clip_coef"]) for seen in watch.updates]
-    fractions = (0.75, 0.5, 0.25, 0.0)
+    fractions = (1.0, 0.75, 0.5, 0.25)
     assert schedule[:4] == [(pytest.approx(2.5e-4 * left), 0.1) for left in fractions]
     assert schedule[4:8] == [(pytest.approx(3e-4 * left), 0.2) for left in fractions]
     assert schedule[8:12] == [(pytest.approx(2.5e-4 * left), pytest.approx(0.1 * left)) for left in fractions]
@@ -203,7 +221,7 @@ def test_value_under_a_time_limit(flag: str, low: float, high: float, tmp_path: 
     "flags",
     [
         [],
-        ["--env-kwargs", '{"continuous": true}', "--anneal-lr", "--anneal-clip", "--max-grad-norm", "0.5"],
+        ["--env-kwargs", '{"continuous": true}', "--no-anneal-lr", "--anneal-clip", "--max-grad-norm", "0.5"],
         [
             "--env-id",
             ENV.format("Bandit"),
@@ -264,9 +282,10 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_flags_override_those_of_the_resumed_run(interrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(monkeypatch)
-    flags = ["--total-steps", "96", "--learning-rate", "0.1", "--adam-eps", "0.2", "--clip-coef", "0.7", "--anneal-lr"]
+    flags = ["--total-steps", "96", "--learning-rate", "0.1", "--adam-eps", "0.2", "--clip-coef", "0.7"]
     assert run("--resume", interrupted, *flags, "--t-max", "12", "--minibatch-size", "6") == 0
-    assert [(seen["lr"], seen["clip_coef"], len(seen["batch"][0])) for seen in watch.updates] == [(0.0, 0.7, 48)]
+    (seen,) = watch.updates  # from step 48 of 96 on
+    assert (seen["lr"], seen["clip_coef"], len(seen["batch"][0])) == (pytest.approx(0.05), 0.7, 48)
     assert (summary(interrupted)["steps"], checkpoint(interrupted)["updates"]) == (96, 3)
     assert checkpoint(interrupted)["optimizer"]["param_groups"][0]["eps"] == 0.2
     assert np.shape(watch.rows[0]) == (16, 6)
