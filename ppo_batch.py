@@ -63,6 +63,7 @@ from common.run import (
     UsageError,
     check_env,
     check_range,
+    check_rollout,
     env_seed,
     evaluate_run,
     keep_freed_memory,
@@ -504,6 +505,8 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
         check_range(args, "t_max", 1)
     if args.n_workers is None:
         args.n_workers = min(8, n_cores(), args.n_envs)
+    n_bytes = env.observation_space.dtype.itemsize * math.prod(env.observation_space.shape)
+    check_rollout(args, rollout_length(args), n_bytes + 8 * args.update_epochs)  # the indices of all epochs
     check_range(args, "minibatch_size", 1, args.n_envs * rollout_length(args))
     check_range(args, "n_workers", 0, args.n_envs)
     check_range(args, "seed", 0, 2**64 - 1)

@@ -412,6 +412,8 @@ def test_parameters_that_overflow(image: bool, epochs: int, tmp_path: Path, capf
         (["--n-workers", "5"], ["--n-workers 5"]),
         (["--n-workers", "-1"], ["--n-workers -1"]),
         (["--t-max", "0"], ["--t-max 0"]),
+        (["--t-max", "10000000000"], ["--n-envs 4 with 10,000,000,000 steps", "GB of memory"]),
+        (["--update-epochs", "1000000000000"], ["GB of memory"]),
         (["--total-steps", "0"], ["--total-steps 0"]),
         (["--checkpoint-interval", "0"], ["--checkpoint-interval 0"]),
         (["--eval-episodes", "-1"], ["--eval-episodes -1"]),
