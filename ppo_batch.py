@@ -339,12 +339,13 @@ def to_env(actions: Tensor, space: gym.Space) -> np.ndarray:
     if isinstance(space, spaces.Discrete):
         return actions
     actions = actions.reshape(-1, *space.shape)
-    low, high = space.low.astype(np.float32), space.high.astype(np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):  # the largest float as a bound means that there is none
+    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        bounded = np.isfinite((high - low).astype(np.float32))  # the largest float as a bound means that there is none
         stretched = low + (actions.clip(-1, 1) + 1) / 2 * (high - low)
-        actions = np.where(np.isfinite(high - low), stretched, actions)
-    actions = np.rint(actions) if np.issubdtype(space.dtype, np.integer) else actions
-    return actions.astype(space.dtype).clip(space.low, space.high)  # rounding may have left the bounds, too
+        actions = np.where(bounded, stretched, actions)
+        inside = (np.rint(actions) if np.issubdtype(space.dtype, np.integer) else actions).astype(space.dtype)
+    return np.where(actions <= low, space.low, np.where(actions >= high, space.high, inside))
 
 
 # --------------------------------------------------------------------------------------------------- training
@@ -536,8 +537,8 @@ def main(argv: list[str] | None = None) -> int:
         torch.manual_seed(args.seed)
         evaluate_run(SCRIPT, args, functools.partial(make_policy, model, env.action_space))
         return 0
-    except (UsageError, WorkerError, FloatingPointError, OSError) as error:
-        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
+    except (UsageError, WorkerError, FloatingPointError, OSError, MemoryError) as error:
+        print(f"{SCRIPT}.py: {str(error) or 'out of memory'}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:  # before training has begun, or while --evaluate plays
         return 130

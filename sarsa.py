@@ -413,8 +413,8 @@ def main(argv: list[str] | None = None) -> int:
         torch.manual_seed(args.seed)
         evaluate_run(SCRIPT, args, functools.partial(make_policy, model, args.eval_epsilon))
         return 0
-    except (UsageError, WorkerError, FloatingPointError, OSError) as error:
-        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
+    except (UsageError, WorkerError, FloatingPointError, OSError, MemoryError) as error:
+        print(f"{SCRIPT}.py: {str(error) or 'out of memory'}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:  # before training has begun, or while --evaluate plays
         return 130

@@ -62,7 +62,9 @@ def read_flags(argv: list[str] | None, default: Any, description: str) -> Any:
         if not error.code:
             raise  # --help
         lines = [line.strip("│ ") for line in output.getvalue().splitlines()[1:]]
-        raise UsageError(" ".join(itertools.takewhile(lambda line: line.strip("─"), lines))) from None
+        if not lines[0].strip("-"):  # below the title, where the box is drawn in ASCII
+            lines.pop(0)
+        raise UsageError(" ".join(itertools.takewhile(lambda line: line.strip("─-"), lines))) from None
 
 
 def read_run(script: str, argv: list[str] | None, args: Any, fixed: tuple[str, ...]) -> tuple[Any, dict]:

@@ -445,6 +445,8 @@ def _adapt(env: gym.Env) -> gym.Env:
     actions = env.action_space
     if not isinstance(actions, spaces.Discrete | spaces.Box):
         raise ValueError(f"{env.spec.id} has the action space {actions}; Discrete or Box is needed")
+    if isinstance(actions, spaces.Box) and 0 in actions.shape:
+        raise ValueError(f"{env.spec.id} has the action space {actions}, which is empty")
     if isinstance(actions, spaces.Discrete) and actions.start != 0:
         start = actions.start
         env = gym.wrappers.TransformAction(env, lambda action: action + start, spaces.Discrete(actions.n))

@@ -182,6 +182,7 @@ _OBSERVATIONS = {
     "Memory": spaces.Box(0, 255, (128,), np.uint8),
 }
 _ACTIONS = {"": spaces.Discrete(3), "StartAt5": spaces.Discrete(3, start=5), "TupleAction": spaces.Tuple((_BOX,))}
+_ACTIONS["NoAction"] = spaces.Box(-1, 1, (0,), np.float32)
 
 gym.register("Picture-v0", f"{__name__}:PictureEnv")
 for _observation, _space in _OBSERVATIONS.items():

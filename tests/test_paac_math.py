@@ -452,6 +452,13 @@ def test_to_env_rounds_to_integers() -> None:
     assert result.dtype == np.int64 and result.tolist() == [[0, 10, 6, 4]]  # 5.9 and 4.1
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint8, np.uint64])
+def test_to_env_reaches_the_ends_of_wide_integers(dtype: type) -> None:
+    info = np.iinfo(dtype)
+    result = paac.to_env(torch.tensor([[-1.0], [1.0], [9.0]]), spaces.Box(info.min, info.max, (1,), dtype))
+    assert result.dtype == dtype and result.ravel().tolist() == [info.min, info.max, info.max]
+
+
 def test_to_env_passes_discrete_actions_on() -> None:
     result = paac.to_env(torch.tensor([0, 3, 2]), spaces.Discrete(4))
     assert result.tolist() == [0, 3, 2] and result.dtype == np.int64

@@ -188,7 +188,9 @@ def test_resumed_run_is_the_uninterrupted_one(
     assert parts["wall_seconds"] > middle["wall_seconds"] > 0 and last["wall_seconds"] >= first["wall_seconds"]
 
 
-def test_resume_from_a_periodic_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_from_a_periodic_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """As after SIGKILL: the run goes on from the last checkpoint, and loses only what came after it."""
     flags = [*BANDIT, *SMALL, "--total-steps", "200", "--checkpoint-interval", "60"]
     assert run(*flags, "--run-dir", "whole") == 0
@@ -201,8 +203,8 @@ def test_resume_from_a_periodic_checkpoint(tmp_path: Path, monkeypatch: pytest.M
 
     with monkeypatch.context() as patch:
         patch.setattr(paac.Run, "count_update", counted)
-        with pytest.raises(MemoryError):
-            run(*flags, "--run-dir", "parts")
+        assert run(*flags, "--run-dir", "parts") == 1
+    assert capfd.readouterr().err == "paac.py: out of memory\n"
     assert checkpoint(tmp_path / "parts")["step"] == 60
     assert run("--resume", "parts") == 0
     assert same(checkpoint(tmp_path / "whole")["model"], checkpoint(tmp_path / "parts")["model"])
@@ -380,6 +382,16 @@ paac.main(sys.argv[1:])
 
 
 # -------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_number_that_is_none_gets_one_line(encoding: str) -> None:
+    """Around tyro's message is a box, and its help."""
+    command = [sys.executable, ROOT / "paac.py", "--total-steps", "2.5e5"]
+    env = os.environ | {"PYTHONIOENCODING": encoding}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert re.fullmatch(r"paac.py: Error parsing --total-steps: [^\n-]*'2.5e5'\n", result.stderr)
 
 
 @pytest.mark.parametrize(

@@ -537,7 +537,9 @@ def test_a_refused_environment_is_closed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(closed) == 1
 
 
-@pytest.mark.parametrize("env_id", ["TwoBoxDict-v0", "TwoTuple-v0", "VectorTupleAction-v0", "Blackjack-v1"])
+@pytest.mark.parametrize(
+    "env_id", ["TwoBoxDict-v0", "TwoTuple-v0", "VectorTupleAction-v0", "VectorNoAction-v0", "Blackjack-v1"]
+)
 def test_spaces_that_no_trainer_takes_are_refused_by_name(env_id: str) -> None:
     with pytest.raises(ValueError, match=env_id):
         make_vec_env(env_id, 2, 2)
