@@ -430,7 +430,7 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     check_range(args, "eval_episodes learning_rate entropy_coef value_coef max_grad_norm reward_scale", 0)
     check_range(args, "rms_eps", 1e-12)
     check_range(args, "gamma rms_decay", 0, 1)
-    check_rollout(args, args.t_max, env.observation_space.dtype.itemsize * math.prod(env.observation_space.shape))
+    check_rollout(args, args.t_max, env.observation_space)
     if checkpoint is None:
         make_run_dir(SCRIPT, args)
     return args, checkpoint

@@ -28,10 +28,10 @@ It follows the code of ChainerRL and of PFRL, its successor in PyTorch:
 
 Departures from it: a time limit does not cut the return, it bootstraps from V of the final observation (its MuJoCo
 example cuts there: `--no-bootstrap-limits`); α and ε are those of the rollout's first step, as in the code of Schulman
-et al., where PFRL's are those of its last, so that the update that ends a run does nothing; losing a life does not end
-an episode; 0 to 30 no-ops, not 1 to 30; the first stack of a game has three black frames; a Gaussian's [-1, 1] is
-stretched to the bounds of the actions and clipped there; no recurrent networks. On CUDA PyTorch computes convolutions
-in TF32 unless told otherwise.
+et al., where PFRL's are those of its last, so that the update that ends a run does next to nothing; losing a life does
+not end an episode; 0 to 30 no-ops, not 1 to 30; the first stack of a game has three black frames; a Gaussian's [-1, 1]
+is stretched to the bounds of the actions and clipped there; no recurrent networks. On CUDA PyTorch computes
+convolutions in TF32 unless told otherwise.
 """
 
 from __future__ import annotations
@@ -506,8 +506,7 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
         check_range(args, "t_max", 1)
     if args.n_workers is None:
         args.n_workers = min(8, n_cores(), args.n_envs)
-    n_bytes = env.observation_space.dtype.itemsize * math.prod(env.observation_space.shape)
-    check_rollout(args, rollout_length(args), n_bytes + 8 * args.update_epochs)  # the indices of all epochs
+    check_rollout(args, rollout_length(args), env.observation_space, 8 * args.update_epochs)  # indices of all epochs
     check_range(args, "minibatch_size", 1, args.n_envs * rollout_length(args))
     check_range(args, "n_workers", 0, args.n_envs)
     check_range(args, "seed", 0, 2**64 - 1)

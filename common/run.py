@@ -165,9 +165,10 @@ def free_memory(device: str) -> float:
     return min(free)
 
 
-def check_rollout(args: Any, n_steps: int, n_bytes: int) -> None:
-    """Raises UsageError where a rollout of n_steps of args.n_envs environments, n_bytes each, exceeds the memory."""
-    need, free = n_steps * args.n_envs * n_bytes, free_memory(pick_device(args.device).type)
+def check_rollout(args: Any, n_steps: int, space: gym.Space, more_bytes: int = 0) -> None:
+    """Raises UsageError where n_steps observations of each environment, and more_bytes with each, exceed the memory."""
+    need = n_steps * args.n_envs * (space.dtype.itemsize * math.prod(space.shape) + more_bytes)
+    free = free_memory(pick_device(args.device).type)
     if need > free:
         what = f"{flag_and_value(args, 'n_envs')} with {n_steps:,} steps between updates"
         raise UsageError(f"{what}: it needs {need / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free")
