@@ -79,8 +79,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Vectors, ours: rewards of any size, and tasks that are learned in minutes.
     "vector": {"total_steps": 1_000_000, "n_envs": 16, "clip_rewards": False, "reward_scale": 0.1},
 }
-# Box actions: the weight of a Gaussian's entropy is that of Mnih et al. 2016, sec. 9; γ and t_max found on Pendulum.
-PRESETS["continuous"] = PRESETS["vector"] | {"entropy_coef": 1e-4, "gamma": 0.95, "t_max": 20}
+# Box actions: the weight of a Gaussian's entropy is that of Mnih et al. 2016, sec. 9; the rest found on Pendulum.
+PRESETS["continuous"] = PRESETS["vector"] | {"entropy_coef": 1e-4, "gamma": 0.95, "t_max": 20, "value_coef": 1.0}
 
 
 @dataclass

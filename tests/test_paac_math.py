@@ -524,7 +524,8 @@ class SlowPaac:
                 else:
                     log_p = output - output.exp().sum().log()
                     log_prob, entropy = log_p[int(walk["action"][t])], -(log_p.exp() * log_p).sum()
-                loss = loss - log_prob * (R - value.item()) - a["entropy_coef"] * entropy + 0.25 * (R - value) ** 2
+                loss = loss - log_prob * (R - value.item()) - a["entropy_coef"] * entropy
+                loss = loss + a["value_coef"] * (R - value) ** 2
         grads = torch.autograd.grad(loss / len(walks), list(self.params.values()))
         norm = math.sqrt(sum((g**2).sum().item() for g in grads))
         self.norms.append(norm)
@@ -558,7 +559,7 @@ def test_train_is_algorithm_1(case: str, tmp_path: Path, monkeypatch: pytest.Mon
     options = {"max_grad_norm": 40.0, "clip_rewards": False, "continuous": False} | CASES[case]
     values = {"total_steps": 18, "t_max": 3, "n_envs": 2, "gamma": 0.9, "entropy_coef": 0.05, "learning_rate": 0.3}
     values |= {"rms_decay": 0.8, "rms_eps": 0.05, "reward_scale": 0.6, "seed": 5, "n_workers": 0, "eval_episodes": 0}
-    values["max_grad_norm"] = options["max_grad_norm"]
+    values |= {"value_coef": 1.5 if options["continuous"] else 0.25, "max_grad_norm": options["max_grad_norm"]}
     flags = [text for k, v in values.items() for text in (f"--{k.replace('_', '-')}", str(v))]
     values["clip_rewards"] = options["clip_rewards"]
     flags.append("--clip-rewards" if options["clip_rewards"] else "--no-clip-rewards")
