@@ -16,8 +16,7 @@ t_max steps, or to the end of the episode, and then applies its gradient to θ w
 
 Where the sources differ or are silent, this file reads:
 - I_target = 40,000 and the 4 million frames over which ε falls are counted in agent steps of all processes;
-- a process draws its final ε once, from {0.1, 0.01, 0.5} with probabilities {0.4, 0.3, 0.3} (sec. 4: "periodically";
-  `--redraw-epsilon`, at every start of an episode, which the preset `vector` does: few processes may all draw 0.5);
+- a process draws its final ε once, from {0.1, 0.01, 0.5} with probabilities {0.4, 0.3, 0.3};
 - the error is squared as it stands, no Huber loss and no clipping of the error; sums are sums, not means;
 - α = 0.0007, ε = 0.1 inside the root, g from 0 and a clipping threshold of 40 are those of a3c.py;
 - θ⁻ is copied from the shared θ, not from a snapshot;
@@ -70,7 +69,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "epsilon_steps": 100_000,
         "target_interval": 200,
         "learning_rate": 7e-3,
-        "redraw_epsilon": True,
+        "epsilon_finals": (0.1,),
+        "epsilon_probs": (1.0,),
         "eval_epsilon": 0.0,
         "clip_rewards": False,
         "reward_scale": 0.1,
@@ -115,8 +115,6 @@ class Args:
     """of which each process draws the ε that it ends with"""
     epsilon_probs: tuple[float, ...] = (0.4, 0.3, 0.3)
     """probabilities of epsilon_finals"""
-    redraw_epsilon: bool = False
-    """draw anew at each start of an episode, not once"""
     epsilon_steps: int = 4_000_000
     """global agent steps over which ε falls from 1 to its final value"""
     eval_epsilon: float = 0.05
@@ -178,9 +176,9 @@ def rollout_returns(rewards: list[float], bootstrap: float, gamma: float) -> Ten
     return torch.tensor(returns[::-1])
 
 
-def draw_epsilon_final(args: Any, index: int, step: int) -> float:
-    """The ε that process `index` ends with, drawn at global step T; without --redraw-epsilon always the same."""
-    draw = np.random.default_rng((args.seed, index, step if args.redraw_epsilon else 0))
+def draw_epsilon_final(args: Any, index: int) -> float:
+    """The ε that process `index` ends with; the same after it was replaced or resumed."""
+    draw = np.random.default_rng((args.seed, index))
     return float(draw.choice(args.epsilon_finals, p=args.epsilon_probs))
 
 
@@ -254,7 +252,7 @@ def actor_learner(
     Raises: WorkerError: the environment failed. FloatingPointError: the gradient is not finite.
     """
     index, start = worker.index, worker.start
-    optimizer, epsilon_final = optimizers[index % len(optimizers)], draw_epsilon_final(args, index, start)
+    optimizer, epsilon_final = optimizers[index % len(optimizers)], draw_epsilon_final(args, index)
     torch.manual_seed(env_seed(args.seed, start, index))
     envs = make_vec_env(args.env_id, 1, 0, json.loads(args.env_kwargs))  # one environment: n = 1 from here on
     model = QNetwork(envs.single_observation_space, envs.single_action_space, args.arch)
@@ -295,8 +293,6 @@ def actor_learner(
         optimizer.step()  # asynchronous update of θ
         if worker.crossed(args.target_interval):
             sync(target_parameters, shared_parameters)  # θ⁻ ← θ
-        if done:
-            epsilon_final = draw_epsilon_final(args, index, worker.global_step)
         worker.report_update(
             {
                 "losses/value_loss": squares,

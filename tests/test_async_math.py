@@ -348,16 +348,14 @@ def test_final_epsilons(trainer: ModuleType) -> None:
         assert set(draws) == {0.1, 0.01, 0.5}
         return [draws.count(x) / len(draws) for x in (0.1, 0.01, 0.5)]
 
-    args = trainer.Args(seed=1)
-    of_processes = [trainer.draw_epsilon_final(args, index, 0) for index in range(3000)]
-    of_seeds = [trainer.draw_epsilon_final(trainer.Args(seed=seed), 0, 0) for seed in range(3000)]
-    redrawn = [trainer.draw_epsilon_final(trainer.Args(redraw_epsilon=True), 1, step) for step in range(3000)]
-    for draws in (of_processes, of_seeds, redrawn):  # four standard deviations are 0.036
+    of_processes = [trainer.draw_epsilon_final(trainer.Args(seed=1), index) for index in range(3000)]
+    of_seeds = [trainer.draw_epsilon_final(trainer.Args(seed=seed), 0) for seed in range(3000)]
+    for draws in (of_processes, of_seeds):  # four standard deviations are 0.036
         np.testing.assert_allclose(frequencies(draws), [0.4, 0.3, 0.3], atol=0.036)
     torch.manual_seed(5), np.random.seed(5)
-    assert [trainer.draw_epsilon_final(args, index, 70 * index) for index in range(50)] == of_processes[:50]
+    assert [trainer.draw_epsilon_final(trainer.Args(seed=1), index) for index in range(50)] == of_processes[:50]
     args = trainer.Args(epsilon_finals=(0.25, 0.75), epsilon_probs=(0.0, 1.0))
-    assert {trainer.draw_epsilon_final(args, index, 0) for index in range(20)} == {0.75}
+    assert {trainer.draw_epsilon_final(args, index) for index in range(20)} == {0.75}
 
 
 @pytest.mark.parametrize("trainer", Q_TRAINERS, ids=name_of)
@@ -609,8 +607,7 @@ def play(trainer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     flags += ["--env-kwargs", json.dumps({"ends": ends, "continuous": continuous}), "--n-processes", str(n_processes)]
     for key, value in case.items():
         name = key.replace("_", "-")
-        of_kind = [f"--{'' if value else 'no-'}{name}"], [f"--{name}", *str(value).split()]
-        flags += of_kind[not isinstance(value, bool)]
+        flags += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
     args = trainer.parse(flags)[0]
 
     monkeypatch.setattr(trainer, "env_seed", lambda seed, *key: seed)
@@ -942,23 +939,6 @@ def test_q_methods_are_their_algorithms(
     assert len(slow.copies) >= 3
     if case.startswith("copies"):  # θ has changed since the last copy
         assert any((slow.theta[name] - slow.target[name]).abs().max() > 1e-3 for name in slow.theta)
-
-
-@pytest.mark.parametrize("redraw", [True, False])
-@pytest.mark.parametrize("trainer", Q_TRAINERS, ids=name_of)
-def test_final_epsilon_is_drawn_anew_for_an_episode(
-    trainer: ModuleType, redraw: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = {"epsilon_finals": "0.2 0.6 0.7", "epsilon_probs": "0.3 0.3 0.4", "epsilon_steps": 1, "target_interval": 50}
-    case |= {"start": 1, "until": 101, "total_steps": 200, "learning_rate": 0, "redraw_epsilon": redraw}
-    played = play(trainer, tmp_path, monkeypatch, case)
-    ends = [k + 1 for k in range(played.n) if played.walk["end"][k]]
-    calls, of_episodes = iter(played.calls), []
-    for length in np.diff([0, *ends]):  # Sarsa draws one more action, which it learns from and does not take
-        epsilons = {next(calls).epsilon for _ in range(length + (trainer is sarsa))}
-        assert len(epsilons) == 1
-        of_episodes += epsilons
-    assert set(of_episodes) == ({0.2, 0.6, 0.7} if redraw else {of_episodes[0]}) and len(of_episodes) > 15
 
 
 # ------------------------------------------------------------------------------------------------------- LSTM
