@@ -71,6 +71,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "learning_rate": 7e-3,
         "epsilon_finals": (0.1,),
         "epsilon_probs": (1.0,),
+        "rms_eps": 0.01,
         "eval_epsilon": 0.0,
         "clip_rewards": False,
         "reward_scale": 0.1,
