@@ -72,7 +72,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "update_interval": 20,
         "target_interval": 200,
         "learning_rate": 4e-3,
-        "epsilon_finals": (0.1,),  # two processes that have both drawn 0.5 do not learn CartPole
+        "epsilon_finals": (0.1,),  # two processes that have both drawn 0.5 may not learn CartPole
         "epsilon_probs": (1.0,),
         "rms_eps": 0.01,
         "eval_epsilon": 0.0,

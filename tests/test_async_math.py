@@ -95,6 +95,13 @@ def test_constants_of_the_q_methods(trainer: ModuleType) -> None:
     assert (args.clip_rewards, args.total_steps) == (True, 80_000_000)
 
 
+@pytest.mark.parametrize("trainer", Q_TRAINERS, ids=name_of)
+def test_preset_of_the_q_methods(trainer: ModuleType, tmp_path: Path) -> None:
+    args, _ = trainer.parse(["--env-id", "CartPole-v1", "--run-dir", str(tmp_path / "r")])
+    preset = trainer.PRESETS["vector"]
+    assert args.preset == "vector" and {name: getattr(args, name) for name in preset} == preset
+
+
 # --------------------------------------------------------------------------------------------------- networks
 
 

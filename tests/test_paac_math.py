@@ -282,6 +282,13 @@ def test_presets(tmp_path: Path, preset: str, total_steps: int, entropy_coef: fl
     assert args.learning_rate == pytest.approx(0.0224, abs=1e-12)
 
 
+@pytest.mark.parametrize(("env_id", "name"), [("CartPole-v1", "vector"), ("Pendulum-v1", "continuous")])
+def test_presets_of_vectors(tmp_path: Path, env_id: str, name: str) -> None:
+    args, _ = paac.parse(["--env-id", env_id, "--run-dir", str(tmp_path / "run")])
+    preset = paac.PRESETS[name]
+    assert args.preset == name and {key: getattr(args, key) for key in preset} == preset
+
+
 @pytest.mark.parametrize("n_envs", [1, 16, 33, 256])
 @pytest.mark.parametrize("env_id", ["PongNoFrameskip-v4", "CartPole-v1"])
 def test_learning_rate_is_proportional_to_n_envs(tmp_path: Path, n_envs: int, env_id: str) -> None:
