@@ -128,6 +128,8 @@ class Args:
 
     n_actors: int | None = None
     """actor processes; None: one a core but one with CUDA, half the cores without"""
+    learner_threads: int | None = None
+    """threads of the learner; None: one for each core that no actor has, and one alone for the MLP"""
     envs_per_actor: int = 16
     """environments that each actor steps together"""
     arch: Literal["auto", "nature", "mlp"] = "auto"
@@ -431,7 +433,8 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     """
     device = pick_device(args.device)
     torch.manual_seed(args.seed)
-    torch.set_num_threads(1 if args.arch == "mlp" else max(1, n_cores() - args.n_actors))
+    free_cores = 1 if args.arch == "mlp" else max(1, n_cores() - args.n_actors)
+    torch.set_num_threads(args.learner_threads or free_cores)
     env = check_env(args)
     space = env.observation_space
     model = QNetwork(space, env.action_space, args.arch, args.bfloat16).to(device)
@@ -528,6 +531,8 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     if args.n_actors is None:
         args.n_actors = max(1, n_cores() - 1 if device.type == "cuda" else n_cores() // 2)
     check_range(args, "total_steps checkpoint_interval n_actors envs_per_actor fetch_interval", 1)
+    if args.learner_threads is not None:
+        check_range(args, "learner_threads", 1, 1024)
     check_range(args, "learning_starts trim_interval batch_size target_interval", 1)
     check_range(args, "seed", 0, 2**64 - 1)
     check_range(args, "eval_episodes learning_rate max_grad_norm reward_scale epsilon_alpha", 0)

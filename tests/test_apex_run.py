@@ -338,14 +338,17 @@ def test_returns_are_raw_scores(here: None, tmp_path: Path) -> None:
     assert summary(tmp_path / "s")["return_last_100"] == 3
 
 
-@pytest.mark.parametrize(("observations", "threads"), [("Echo", 1), ("PixelCue", 3)])
+@pytest.mark.parametrize(
+    ("observations", "flags", "threads"),
+    [("Echo", [], 1), ("PixelCue", [], 3), ("PixelCue", ["--learner-threads", "4"], 4)],
+)
 def test_threads_of_the_learner(
-    observations: str, threads: int, here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    observations: str, flags: list[str], threads: int, here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One for a small network, else one for each core that no actor has."""
+    """One for a small network, else one for each core that no actor has, or as many as the flag says."""
     monkeypatch.setattr(apex, "n_cores", lambda: 4)
     torch.set_num_threads(2)
-    flags = ["--env-id", ENV.format(observations), *ONE, "--total-steps", "20", "--envs-per-actor", "1"]
+    flags = ["--env-id", ENV.format(observations), *ONE, "--total-steps", "20", "--envs-per-actor", "1", *flags]
     assert run(*flags, "--run-dir", "r") == 0
     assert torch.get_num_threads() == threads
 
@@ -501,6 +504,8 @@ def test_free_memory_that_nothing_tells(flags: list[str], memory: Callable[[floa
         (["--n-actors", "0"], ["--n-actors 0"]),
         (["--n-actors", "-1"], ["--n-actors -1"]),
         (["--envs-per-actor", "0"], ["--envs-per-actor 0"]),
+        (["--learner-threads", "0"], ["--learner-threads 0"]),
+        (["--learner-threads", "1025"], ["--learner-threads 1025"]),
         (["--capacity", "0"], ["--capacity 0"]),
         (["--capacity", "-5"], ["--capacity -5"]),
         (["--capacity", "60", "--learning-starts", "20"], ["--capacity 60", "136"]),  # 4 · 2 · (10 + 3 + 4)
