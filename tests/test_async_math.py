@@ -62,7 +62,7 @@ def test_constants_of_a3c() -> None:
     assert (args.t_max, args.learning_rate, args.gamma, args.entropy_coef) == (5, 7e-4, 0.99, 0.01)
     assert (args.value_coef, args.max_grad_norm, args.rms_decay, args.rms_eps) == (0.25, 40, 0.99, 0.1)
     assert (args.optimizer, args.clip_rewards, args.total_steps) == ("shared-rmsprop", True, 80_000_000)
-    assert a3c.PRESETS["continuous"]["entropy_coef"] == 1e-4
+    assert a3c.PRESETS["continuous"]["entropy_coef"] == 1e-4  # sec. 9
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_constants_of_a3c() -> None:
 def test_preset_of_a3c(flags: list[str], preset: str, tmp_path: Path) -> None:
     args, _ = a3c.parse([*flags, "--run-dir", str(tmp_path / "r")])
     constants = vars(a3c.Args()) | a3c.PRESETS[preset]
-    names = ("t_max", "learning_rate", "gamma", "entropy_coef", "reward_scale", "rms_eps", "clip_rewards")
+    names = ("t_max", "learning_rate", "gamma", "entropy_coef", "value_coef", "reward_scale", "rms_eps", "clip_rewards")
     assert args.preset == preset and {n: getattr(args, n) for n in names} == {n: constants[n] for n in names}
 
 
