@@ -433,8 +433,8 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     """
     device = pick_device(args.device)
     torch.manual_seed(args.seed)
-    free_cores = 1 if args.arch == "mlp" else max(1, n_cores() - args.n_actors)
-    torch.set_num_threads(args.learner_threads or free_cores)
+    n_threads = 1 if args.arch == "mlp" else max(1, n_cores() - args.n_actors)
+    torch.set_num_threads(args.learner_threads or n_threads)
     env = check_env(args)
     space = env.observation_space
     model = QNetwork(space, env.action_space, args.arch, args.bfloat16).to(device)

@@ -903,7 +903,7 @@ A3C_CASES: dict[str, dict[str, Any]] = {
         "until": 30,
         "max_grad_norm": 10.0,
     },
-    "continuous": {"continuous": True, "entropy_coef": 0.05, "max_grad_norm": 100.0},
+    "continuous": {"continuous": True, "entropy_coef": 0.05, "max_grad_norm": 100.0},  # norms from 47 to 488
     "continuous LSTM": {"continuous": True, "lstm": True},
     "whole episodes": {"continuous": True, "lstm": True, "t_max": 100, "bootstrap_limits": False},
 }
