@@ -92,6 +92,7 @@ def plot(args: Args, rows: list[tuple[int, int, float, float]]) -> None:
         what = PARALLEL[args.trainer].removeprefix("--n-")
         axis.set(xscale="log", xlabel=what, ylabel=f"{name} to {args.goal:g}", ylim=(0, None))
         axis.set_xticks(args.counts, [str(n) for n in args.counts])
+        axis.minorticks_off()
     figure.suptitle(f"{args.trainer}.py, {args.env_id}")
     figure.tight_layout()
     figure.savefig(args.out.with_suffix(".png"), dpi=100)
@@ -104,8 +105,8 @@ def main() -> None:
         for count in args.counts:
             rows.append((count, seed, *to_goal(args, count, seed)))
             print("{} {}, seed {}: {:,.0f} steps, {:.1f} s".format(PARALLEL[args.trainer], *rows[-1]), flush=True)
-    with open(args.out.with_suffix(".csv"), "w", newline="") as file:
-        csv.writer(file).writerows([("count", "seed", "steps", "seconds"), *rows])
+            with open(args.out.with_suffix(".csv"), "w", newline="") as file:  # a run that is stopped keeps what it has
+                csv.writer(file).writerows([("count", "seed", "steps", "seconds"), *rows])
     plot(args, rows)
 
 
