@@ -13,7 +13,7 @@ in proportion to their priorities, and writes new priorities back:
     ε_i = 0.4^(1 + 7 i/(N-1))    for environment i of N
 
     python apex.py                                                  # Pong from pixels
-    python apex.py --env-id CartPole-v1 --total-steps 300_000       # three to four minutes
+    python apex.py --env-id CartPole-v1 --total-steps 300_000       # two to four minutes
     python apex.py --resume runs/...                                # go on after an interruption
     python apex.py --evaluate runs/... --record                     # 30 episodes and a GIF
 
@@ -27,12 +27,15 @@ Where the sources differ or are silent, this file reads:
 - half the squared error, no Huber loss; initial weights are PyTorch's own, U(±1/√fan_in); no gradient is rescaled;
 - more than the capacity is tolerated until the next removal, every 100 updates, of the oldest transitions of all;
   each environment has a share of the memory of its own, with 4% to spare, beyond which its own oldest go at once;
-- an evaluated episode is played with ε = 0.001 on Atari and greedily elsewhere; the paper does not say.
+- an evaluated episode is played with ε = 0.001 on images and greedily on vectors; the paper does not say;
+- g and m start at zero.
 Departures: a time limit does not cut the return, it bootstraps from the final observation; an episode of Atari is cut
 after 108,000 frames, not 50,000; losing a life does not end one; 0 to 30 no-ops; frames lie in the memory once and
-uncompressed, where the paper has PNGs; batches are drawn when they are needed, not ahead. `--replay-ratio` holds
-learner and actors to a ratio, which the paper leaves to the machine (0.78 with 360 actors). The paper has no vectors:
-the MLP and the preset `vector` are ours.
+uncompressed, where the paper has PNGs; batches are drawn when they are needed, not ahead; the learner takes chunks
+between two updates, and an actor waits while all of its slots for chunks are full, where the paper never blocks it;
+50 million steps are 200 million frames, the paper has 22.8 billion. `--replay-ratio` holds learner and actors to a
+ratio, which the paper leaves to the machine (0.78 by its rates with 360 actors). The paper has no vectors: the MLP
+and the preset `vector` are ours.
 """
 
 from __future__ import annotations
@@ -77,7 +80,7 @@ from common.run import (
 from common.vec_env import WorkerError, find_spec, make_vec_env, n_cores
 
 SCRIPT = "apex"
-ACTOR_MEMORY = 500e6  # bytes that an actor process needs, roughly: its libraries, games and chunks
+PROCESS_MEMORY = 500e6  # bytes that a process needs beside the replay memory, roughly: libraries, games, batches
 
 # Which constants hold for which kind of task: what differs from Args, which has the Atari ones.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -485,7 +488,7 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                     target_model.load_state_dict(model.state_dict())  # θ⁻ ← θ
                 scalars |= {"charts/replay_size": replay.size, "charts/updates": run.updates + 1}
                 if added:
-                    scalars["charts/replay_ratio"] = learned / added  # 0.78 in the paper
+                    scalars["charts/replay_ratio"] = learned / added  # 0.78 by the paper's rates
                 run.count_update(step, scalars)
     return run.exit_status
 
@@ -564,9 +567,10 @@ def fit_replay(args: Args, space: spaces.Box) -> None:
         raise UsageError("--replay-device cuda: no CUDA device is available")
     free = free_memory(args.replay_device)
     if args.replay_device == "cpu":
-        free = max(0, free - args.n_actors * ACTOR_MEMORY)
+        free = max(0, free - (args.n_actors + 1) * PROCESS_MEMORY)
     n_envs = args.n_actors * args.envs_per_actor
     least = n_envs * 2 * (args.chunk_size + args.n_step + STACK)
+    needed = max(least, args.learning_starts, args.batch_size)
 
     def fitting(most: int, budget: float) -> int:
         """The largest capacity up to `most` that the budget of memory allows."""
@@ -575,12 +579,13 @@ def fit_replay(args: Args, space: spaces.Box) -> None:
 
     if args.capacity is None:
         args.capacity = fitting(2_000_000, 0.8 * free)
-        if args.capacity < max(least, args.learning_starts):
+        if args.capacity < needed:
             room = f"{free / 1e9:.1f} GB are free, enough for {args.capacity} transitions"
-            raise UsageError(f"--capacity: {room}; at least {max(least, args.learning_starts)} are needed")
+            raise UsageError(f"--capacity: {room}; at least {needed} are needed")
     elif args.capacity > (fits := fitting(args.capacity, free)):
         need = f"{replay_bytes(space, args) / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
-        raise UsageError(f"--capacity {args.capacity}: it needs {need}; --capacity {fits} fits")
+        hint = f"--capacity {fits} fits" if fits >= needed else f"{fits} would fit, at least {needed} are needed"
+        raise UsageError(f"--capacity {args.capacity}: it needs {need}; {hint}")
     check_range(args, "capacity", 1)
     for name in ("learning_starts", "batch_size"):
         if getattr(args, name) > args.capacity:

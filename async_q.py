@@ -10,7 +10,7 @@ Every 5 steps it applies the sum of their gradients, taken on the live θ as wel
     θ⁻ ← θ    whenever T passes a multiple of I_target
 
     python async_q.py                                               # Pong from pixels
-    python async_q.py --env-id CartPole-v1 --total-steps 400_000    # a minute
+    python async_q.py --env-id CartPole-v1 --total-steps 400_000    # a minute or two
     python async_q.py --resume runs/...                             # go on after an interruption
     python async_q.py --evaluate runs/... --record                  # 30 episodes and a GIF
 

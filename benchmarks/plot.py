@@ -133,7 +133,7 @@ def picture(env_id: str, results: dict[str, list[Result]], path: Path, window: f
                 )
     axes[0].set(xlabel="agent steps", ylabel="return of training episodes", xlim=(0, None))
     axes[1].set(xlabel="seconds", xlim=(0, None))
-    axes[0].legend(title="trainer (seeds)")
+    axes[1].legend(title="trainer (seeds)", loc="upper left", bbox_to_anchor=(1.01, 1))
     figure.suptitle(f"{env_id}: interquartile mean over seeds, 95 % bootstrap interval")
     figure.tight_layout()
     figure.savefig(path, dpi=100)

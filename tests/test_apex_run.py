@@ -359,7 +359,7 @@ def test_threads_of_the_learner(
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Says how many bytes are free, besides what actors need."""
-    monkeypatch.setattr(apex, "ACTOR_MEMORY", 0)
+    monkeypatch.setattr(apex, "PROCESS_MEMORY", 0)
     return lambda n: monkeypatch.setattr(apex, "free_memory", lambda device: n)
 
 
@@ -457,10 +457,20 @@ def test_capacity_that_does_not_fit(
     assert "--capacity" in refused("--capacity", fits + 64, "--n-actors", "4")
 
 
+@pytest.mark.parametrize("free", [0, 3e8])
+def test_no_capacity_is_named_that_is_too_small(
+    free: float, refused: Callable[..., str], memory: Callable[[float], None]
+) -> None:
+    memory(free)
+    line = refused("--capacity", "60000", "--n-actors", "4")
+    assert re.search(r"0\.4 GB of memory, 0\.[03] GB are free; \d+ would fit, at least 50000 are needed", line)
+
+
 def test_actors_need_memory_too(monkeypatch: pytest.MonkeyPatch, memory: Callable[[float], None]) -> None:
-    memory(4e9)
+    """And the learner, beside the replay memory."""
+    memory(5e9)
     alone = parse("--n-actors", "4", "--run-dir", "r").capacity
-    monkeypatch.setattr(apex, "ACTOR_MEMORY", 5e8)
+    monkeypatch.setattr(apex, "PROCESS_MEMORY", 5e8)
     assert parse("--n-actors", "4", "--run-dir", "s").capacity == pytest.approx(alone / 2, rel=0.05)
 
 
@@ -1103,8 +1113,15 @@ def test_parameters_are_published_on_request_and_fetched_once() -> None:
     line.actors.publish(new)
     line.actors.publish([p + 100 for p in theta])  # that was for one request
     assert not line.links[0].fetch(theirs[0]) and same(theirs[0], old)  # it has not asked
+    assert line.links[1].fetch(theirs[1]) and same(theirs[1], new)
+    assert not line.links[1].fetch(theirs[1])
+
     line.links[0].request()
-    for index in range(2):  # what one has asked for serves the next one that asks
+    assert not line.links[0].fetch(theirs[0])  # what is there is older than that
+    line.links[1].request()
+    new = [p + 2 for p in theta]
+    line.actors.publish(new)  # one publication for two that have asked
+    for index in range(2):
         assert line.links[index].fetch(theirs[index]) and same(theirs[index], new)
         assert not line.links[index].fetch(theirs[index])
     theirs[0][0] += 5
@@ -1118,6 +1135,43 @@ def test_parameters_are_published_on_request_and_fetched_once() -> None:
     line.actors.publish([p + 2 for p in theta])
     line.actors.publish([p + 3 for p in theta])
     assert line.links[0].fetch(late) and same(late, [p + 2 for p in theta])
+
+
+def test_an_actor_plays_with_parameters_from_after_its_request() -> None:
+    """With the actor's order of calls, a request and a fetch, the learner's answer comes a little later."""
+    line, own = Line(n_parameters=1), [torch.zeros(1)]
+    line.actors.publish([torch.tensor([-1.0])])
+    played = []
+    for t in range(12):
+        if t % 4 == 0:
+            line.links[0].request()
+        line.links[0].fetch(own)
+        played.append(own[0].item())
+        line.actors.publish([torch.tensor([float(t)])])  # the learner after step t
+    assert played == [-1, -1, -1, -1, -1, 4, 4, 4, 4, 8, 8, 8]
+
+
+def test_a_request_is_answered_whatever_is_published_meanwhile() -> None:
+    line, own = Line(n_parameters=1), [torch.zeros(1)]
+    line.actors.publish([torch.ones(1)])
+    assert line.links[0].fetch(own)
+    flags = line.links[0].flags
+
+    class Meanwhile:
+        """The learner publishes between any two looks of the actor at the flags."""
+
+        def __getitem__(self, index: int) -> int:
+            line.actors.publish([torch.full((1,), 2.0)])
+            return flags[index]
+
+        def __setitem__(self, index: int, value: int) -> None:
+            flags[index] = value
+            line.actors.publish([torch.full((1,), 3.0)])
+
+    line.links[0].flags = Meanwhile()
+    line.links[0].request()
+    line.links[0].flags = flags
+    assert line.links[0].fetch(own) and own[0].item() == 3
 
 
 def test_half_a_publication_is_not_taken() -> None:
@@ -1294,6 +1348,46 @@ def test_replay_ratio(ratio: float, here: None, tmp_path: Path, monkeypatch: pyt
     assert all(0 < value <= ratio + 1e-6 for _, value in points) and (points or ratio < 1)
 
 
+def test_what_follows_an_update(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its batch gets its errors as priorities; every K updates comes a removal; actors get the new parameters."""
+    log, published = [], set()
+    update, set_priorities, trim = apex.update, apex.Replay.set_priorities, apex.Replay.trim
+    publish = Actors.publish
+
+    def watched_update(model: Any, target_model: Any, optimizer: Any, batch: apex.Batch, *rest: Any) -> tuple:
+        result = update(model, target_model, optimizer, batch, *rest)
+        log.append(("update", batch, result[0].copy()))
+        return result
+
+    def watched_set_priorities(replay: apex.Replay, batch: apex.Batch, errors: np.ndarray) -> None:
+        log.append(("priorities", batch, errors.copy()))
+        set_priorities(replay, batch, errors)
+
+    def watched_trim(replay: apex.Replay) -> None:
+        trim(replay)
+        log.append(("trim", replay.size))
+
+    def watched_publish(actors: Actors, parameters: list[torch.Tensor]) -> None:
+        publish(actors, parameters)
+        published.add(actors.parameters.numpy().tobytes())
+
+    monkeypatch.setattr(apex, "update", watched_update)
+    monkeypatch.setattr(apex.Replay, "set_priorities", watched_set_priorities)
+    monkeypatch.setattr(apex.Replay, "trim", watched_trim)
+    monkeypatch.setattr(Actors, "publish", watched_publish)
+    flags = ["--env-id", "CartPole-v1", *TWO, "--capacity", "600", "--replay-ratio", "2", "--trim-interval", "7"]
+    assert run(*flags, "--fetch-interval", "20", "--total-steps", "2000", "--run-dir", "r") == 0
+    n_updates = checkpoint(tmp_path / "r")["updates"]
+    expected = [["update", "priorities"] + ["trim"] * (k % 7 == 0) for k in range(1, n_updates + 1)]
+    assert n_updates > 100 and [row[0] for row in log] == list(itertools.chain(*expected))
+    for i, (kind, *content) in enumerate(log):
+        if kind == "priorities":
+            assert content[0] is log[i - 1][1] and (content[1] == log[i - 1][2]).all()
+        elif kind == "trim":
+            assert content[0] <= 600
+    assert len(published) > 10  # of some twenty requests of two actors each
+
+
 def test_replay_ratio_at_the_end(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What came last is learned from as well, or a short run falls far short of its ratio."""
     watch = Watch(monkeypatch)
@@ -1357,7 +1451,8 @@ def test_no_replay_ratio(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
     rest = [row for row in watch.log[first + 1 :] if row[0] != "add"]
     assert [row[0] for row in rest] == ["receive", "update"] * (len(rest) // 2) and len(rest) > 20
     assert {row[1] for row in rest if row[0] == "receive"} == {0.0}
-    assert all(row[1] > 0 for row in watch.log[: first - 1] if row[0] == "receive" and row[1])
+    *before, last = [row[1] for row in watch.log[:first] if row[0] == "receive"]
+    assert all(timeout > 0 for timeout in before) and last == 0.0  # it spins when there is something to learn
     added = sum(row[2] for row in watch.log[first - 7 :] if row[0] == "add")
     (step, ratio), *_ = scalars(tmp_path / "r")["charts/replay_ratio"][::-1]
     assert step >= 1000 and ratio == pytest.approx(16 * len(watch.of("update")) / added, rel=0.1)
