@@ -37,7 +37,7 @@ import functools
 import json
 import math
 import sys
-import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,21 +48,23 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.hogwild import Team, Worker, hand_over, share, sync
+from common.hogwild import Team, Worker, hand_over, pick_n_processes, share, sync
 from common.run import (
     Policy,
     Run,
-    UsageError,
     check_env,
     check_range,
     env_seed,
-    evaluate_run,
     load_part,
     make_run_dir,
+    pick_arch,
     read_flags,
+    read_preset,
     read_run,
+    run_script,
+    to_env,
 )
-from common.vec_env import WorkerError, make_vec_env, n_cores
+from common.vec_env import make_vec_env
 
 SCRIPT = "a3c"
 
@@ -92,7 +94,7 @@ class Args:
     total_steps: int = 80_000_000
     """T_max: agent steps of all processes together; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
-    """of environments, initial parameters and action sampling"""
+    """of environments, initial parameters and actions; runs of several processes differ even so, as they race"""
     run_dir: str | None = None
     """must not exist yet; None: runs/<env-id>__<script>__<seed>__<time>"""
     checkpoint_interval: int = 250_000
@@ -297,7 +299,7 @@ class MomentumSGD(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "decay": decay})
         for group in self.param_groups:
             for p in group["params"]:
-                self.state[p]["mean"] = torch.zeros_like(p, requires_grad=False)
+                self.state[p]["mean"] = torch.zeros_like(p)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -307,21 +309,6 @@ class MomentumSGD(torch.optim.Optimizer):
             torch._foreach_mul_(means, group["decay"])
             torch._foreach_add_(means, grads, alpha=1 - group["decay"])
             torch._foreach_add_(params, means, alpha=-group["lr"])
-
-
-def to_env(actions: Tensor, space: gym.Space) -> np.ndarray:
-    """Sampled actions as the environment takes them: a Gaussian's [-1, 1] is stretched to the bounds of the space."""
-    actions = actions.cpu().numpy()
-    if isinstance(space, spaces.Discrete):
-        return actions
-    actions = actions.reshape(-1, *space.shape)
-    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        bounded = np.isfinite((high - low).astype(np.float32))  # the largest float as a bound means that there is none
-        stretched = low + (actions.clip(-1, 1) + 1) / 2 * (high - low)
-        actions = np.where(bounded, stretched, actions)
-        inside = (np.rint(actions) if np.issubdtype(space.dtype, np.integer) else actions).astype(space.dtype)
-    return np.where(actions <= low, space.low, np.where(actions >= high, space.high, inside))
 
 
 # --------------------------------------------------------------------------------------------------- training
@@ -343,7 +330,7 @@ def actor_learner(
     obs, states = to_sequence(envs.reset(seed=env_seed(args.seed, start, index, 1))[0]), model.initial_states
     while worker.go_on():
         sync(parameters, shared_parameters)  # θ′ ← θ
-        observations, actions, rewards, first_states, done = [], [], [], states, False
+        observations, actions, rewards, first_states = [], [], [], states
         while True:
             with torch.no_grad():
                 output, _, states = model(obs, states)
@@ -354,7 +341,7 @@ def actor_learner(
             rewards.append(learned_reward(float(reward[0]), args))
             obs, done = to_sequence(next_obs), bool(terminated[0] or truncated[0])
             worker.count_step(reward[0], done)  # T ← T + 1
-            if done or len(rewards) == args.t_max or not worker.go_on():
+            if done or len(rewards) == args.t_max or worker.ended:
                 break
         R = 0.0  # for a terminal s_t, else V(s_t; θ′)
         if not done or (args.bootstrap_limits and not terminated[0]):
@@ -411,7 +398,7 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     return run.exit_status
 
 
-def make_optimizers(args: Args, model: nn.Module) -> list[torch.optim.Optimizer]:
+def make_optimizers(args: Args, model: nn.Module) -> list[RMSProp | MomentumSGD]:
     """One whose statistics all processes share, or one for each process."""
     parameters = list(model.parameters())
     if args.optimizer == "momentum-sgd":
@@ -458,20 +445,10 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     env = check_env(args)
     images, continuous = len(env.observation_space.shape) == 3, isinstance(env.action_space, spaces.Box)
     if checkpoint is None:
-        preset = args.preset
-        if preset == "auto":
-            preset = "continuous" if continuous else "atari" if images else "recurrent" if args.lstm else "vector"
-        args = read_flags(argv, Args(**PRESETS[preset]), __doc__)
-        args.preset = preset
-    if args.arch == "auto":
-        args.arch = "nips" if images else "mlp"
-    if (args.arch == "mlp") == images:
-        raise UsageError(f"--arch {args.arch} does not fit the observations of {args.env_id}: {env.observation_space}")
-    own = args.optimizer != "shared-rmsprop"
-    if checkpoint and own and args.n_processes != checkpoint["args"]["n_processes"]:
-        raise UsageError(f"--n-processes {args.n_processes}: the run has statistics of another number of processes")
-    if args.n_processes is None:
-        args.n_processes = n_cores()
+        auto = "continuous" if continuous else "atari" if images else "recurrent" if args.lstm else "vector"
+        args = read_preset(argv, args, PRESETS, auto, __doc__)
+    args.arch = pick_arch(args, env.observation_space, "nips")
+    args.n_processes = pick_n_processes(args, checkpoint)
     check_range(args, "total_steps checkpoint_interval n_processes t_max", 1)
     check_range(args, "seed", 0, 2**64 - 1)
     check_range(args, "eval_episodes learning_rate entropy_coef value_coef max_grad_norm reward_scale", 0)
@@ -482,25 +459,17 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     return args, checkpoint
 
 
+def load_policy(args: Args, checkpoint: dict) -> Callable[[], Policy]:
+    """What --evaluate plays."""
+    env = check_env(args)
+    model = ActorCritic(env.observation_space, env.action_space, args.arch, args.lstm)
+    load_part("model", model, checkpoint)
+    return functools.partial(make_policy, model, env.action_space)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is wrong with the arguments is said in one line
-            args, checkpoint = parse(argv)
-        if not args.evaluate:
-            return train(args, checkpoint)
-        env = check_env(args)
-        model = ActorCritic(env.observation_space, env.action_space, args.arch, args.lstm)
-        load_part("model", model, checkpoint)
-        torch.manual_seed(args.seed)
-        evaluate_run(SCRIPT, args, functools.partial(make_policy, model, env.action_space))
-        return 0
-    except (UsageError, WorkerError, FloatingPointError, OSError, MemoryError) as error:
-        print(f"{SCRIPT}.py: {str(error) or 'out of memory'}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:  # before training has begun, or while --evaluate plays
-        return 130
+    return run_script(SCRIPT, argv, parse, train, load_policy)
 
 
 if __name__ == "__main__":

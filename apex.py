@@ -40,14 +40,12 @@ and the preset `vector` are ours.
 
 from __future__ import annotations
 
-import bisect
 import copy
-import dataclasses
 import functools
 import itertools
 import json
 import sys
-import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,7 +57,7 @@ from torch import Tensor, nn
 
 from common.actors import Actors, Chunk, Link
 from common.atari import STACK, is_atari
-from common.replay import Batch, Replay, chunk_fields, frame_space, replay_bytes
+from common.replay import Batch, Replay, chunk_fields, fit_replay, frame_space, replay_bytes
 from common.run import (
     Policy,
     Run,
@@ -67,20 +65,18 @@ from common.run import (
     check_env,
     check_range,
     env_seed,
-    evaluate_run,
-    flag_and_value,
-    free_memory,
-    keep_freed_memory,
     load_part,
     make_run_dir,
+    pick_arch,
     pick_device,
     read_flags,
+    read_preset,
     read_run,
+    run_script,
 )
-from common.vec_env import WorkerError, find_spec, make_vec_env, n_cores
+from common.vec_env import find_spec, make_vec_env, n_cores
 
 SCRIPT = "apex"
-PROCESS_MEMORY = 500e6  # bytes that a process needs beside the replay memory, roughly: libraries, games, batches
 
 # Which constants hold for which kind of task: what differs from Args, which has the Atari ones.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -239,8 +235,8 @@ def epsilon_of(epsilon: float, alpha: float, index: int, n: int) -> float:
     return epsilon ** (1 + alpha * index / max(n - 1, 1))
 
 
-def epsilon_greedy(q_values: Tensor, epsilon: float) -> Tensor:
-    """For each row of Q-values, (n, n_actions), the best action, or with probability ε any; (n,)."""
+def epsilon_greedy(q_values: Tensor, epsilon: float | Tensor) -> Tensor:
+    """For each row of Q-values, (n, n_actions), the best action, or with probability ε, one or (n,), any; (n,)."""
     random = torch.randint(q_values.shape[1], (len(q_values),))
     return torch.where(torch.rand(len(q_values)) < epsilon, random, q_values.argmax(1))
 
@@ -519,18 +515,12 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     device = pick_device(args.device)  # or refuse it
     env = check_env(args)
     if not isinstance(env.action_space, spaces.Discrete):
-        raise UsageError(f"--env-id {args.env_id}: Q-learning needs Discrete actions, it has {env.action_space}")
+        raise UsageError(f"--env-id {args.env_id}: {SCRIPT}.py needs Discrete actions, it has {env.action_space}")
     images = len(env.observation_space.shape) == 3
     if checkpoint is None:
-        preset = args.preset
-        if preset == "auto":
-            preset = "atari" if images else "vector"
-        args = read_flags(argv, Args(**PRESETS[preset]), __doc__)
-        args.preset = preset
-    if args.arch == "auto":
-        args.arch = "nature" if images else "mlp"
-    if (args.arch == "mlp") == images:
-        raise UsageError(f"--arch {args.arch} does not fit the observations of {args.env_id}: {env.observation_space}")
+        auto = "atari" if images else "vector"
+        args = read_preset(argv, args, PRESETS, auto, __doc__)
+    args.arch = pick_arch(args, env.observation_space, "nature")
     if args.n_actors is None:
         args.n_actors = max(1, n_cores() - 1 if device.type == "cuda" else n_cores() // 2)
     check_range(args, "total_steps checkpoint_interval n_actors envs_per_actor fetch_interval", 1)
@@ -557,64 +547,17 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     return args, checkpoint
 
 
-def fit_replay(args: Args, space: spaces.Box) -> None:
-    """Choose --capacity where it is not given.
-
-    Raises:
-        UsageError: it does not fit into the free memory, or is too small for what the flags ask of it.
-    """
-    if args.replay_device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--replay-device cuda: no CUDA device is available")
-    free = free_memory(args.replay_device)
-    if args.replay_device == "cpu":
-        free = max(0, free - (args.n_actors + 1) * PROCESS_MEMORY)
-    n_envs = args.n_actors * args.envs_per_actor
-    least = n_envs * 2 * (args.chunk_size + args.n_step + STACK)
-    needed = max(least, args.learning_starts, args.batch_size)
-
-    def fitting(most: int, budget: float) -> int:
-        """The largest capacity up to `most` that the budget of memory allows."""
-        need = lambda capacity: replay_bytes(space, dataclasses.replace(args, capacity=capacity))  # noqa: E731
-        return bisect.bisect_right(range(1, most + 1), budget, key=need)
-
-    if args.capacity is None:
-        args.capacity = fitting(2_000_000, 0.8 * free)
-        if args.capacity < needed:
-            room = f"{free / 1e9:.1f} GB are free, enough for {args.capacity} transitions"
-            raise UsageError(f"--capacity: {room}; at least {needed} are needed")
-    elif args.capacity > (fits := fitting(args.capacity, free)):
-        need = f"{replay_bytes(space, args) / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
-        hint = f"--capacity {fits} fits" if fits >= needed else f"{fits} would fit, at least {needed} are needed"
-        raise UsageError(f"--capacity {args.capacity}: it needs {need}; {hint}")
-    check_range(args, "capacity", 1)
-    for name in ("learning_starts", "batch_size"):
-        if getattr(args, name) > args.capacity:
-            raise UsageError(f"{flag_and_value(args, name)}: it is more than --capacity {args.capacity}")
-    if args.capacity < least:
-        raise UsageError(f"--capacity {args.capacity}: {n_envs} environments need {least} with these flags")
+def load_policy(args: Args, checkpoint: dict) -> Callable[[], Policy]:
+    """What --evaluate plays."""
+    env = check_env(args)
+    model = QNetwork(env.observation_space, env.action_space, args.arch, args.bfloat16).to(pick_device(args.device))
+    load_part("model", model, checkpoint)
+    return functools.partial(make_policy, model, args.eval_epsilon)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    keep_freed_memory()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is wrong with the arguments is said in one line
-            args, checkpoint = parse(argv)
-        if not args.evaluate:
-            return train(args, checkpoint)
-        env = check_env(args)
-        model = QNetwork(env.observation_space, env.action_space, args.arch, args.bfloat16)
-        model.to(pick_device(args.device))
-        load_part("model", model, checkpoint)
-        torch.manual_seed(args.seed)
-        evaluate_run(SCRIPT, args, functools.partial(make_policy, model, args.eval_epsilon))
-        return 0
-    except (UsageError, WorkerError, FloatingPointError, OSError, MemoryError) as error:
-        print(f"{SCRIPT}.py: {str(error) or 'out of memory'}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:  # before training has begun, or while --evaluate plays
-        return 130
+    return run_script(SCRIPT, argv, parse, train, load_policy)
 
 
 if __name__ == "__main__":

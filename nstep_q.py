@@ -20,7 +20,7 @@ Where the sources differ or are silent, this file reads:
 - the error is squared as it stands, no Huber loss and no clipping of the error; sums are sums, not means;
 - α = 0.0007, ε = 0.1 inside the root, g from 0 and a clipping threshold of 40 are those of a3c.py;
 - θ⁻ is copied from the shared θ, not from a snapshot;
-- an evaluated episode is played with ε = 0.05 on Atari and greedily elsewhere; the paper does not say.
+- an evaluated episode is played with ε = 0.05 on images and greedily on vectors; the paper does not say.
 Departures: a time limit does not cut the return, it bootstraps from the final observation; losing a life does not end
 an episode; 0 to 30 no-ops. The paper has no vectors: the MLP and the preset `vector` are ours.
 A process that starts, after --resume too, draws from a random stream of its own: (seed, process, T).
@@ -33,7 +33,7 @@ import functools
 import json
 import math
 import sys
-import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,7 +42,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from common.hogwild import Team, Worker, hand_over, share, sync
+from common.hogwild import Team, Worker, hand_over, pick_n_processes, share, sync
 from common.run import (
     Policy,
     Run,
@@ -50,13 +50,15 @@ from common.run import (
     check_env,
     check_range,
     env_seed,
-    evaluate_run,
     load_part,
     make_run_dir,
+    pick_arch,
     read_flags,
+    read_preset,
     read_run,
+    run_script,
 )
-from common.vec_env import WorkerError, make_vec_env, n_cores
+from common.vec_env import make_vec_env
 
 SCRIPT = "nstep_q"
 
@@ -87,7 +89,7 @@ class Args:
     total_steps: int = 80_000_000
     """T_max: agent steps of all processes together; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
-    """of environments, initial parameters and action sampling"""
+    """of environments, initial parameters and actions; runs of several processes differ even so, as they race"""
     run_dir: str | None = None
     """must not exist yet; None: runs/<env-id>__<script>__<seed>__<time>"""
     checkpoint_interval: int = 250_000
@@ -174,7 +176,7 @@ def rollout_returns(rewards: list[float], bootstrap: float, gamma: float) -> Ten
     return torch.tensor(returns[::-1])
 
 
-def draw_epsilon_final(args: Any, index: int) -> float:
+def draw_epsilon_final(args: Args, index: int) -> float:
     """The ε that process `index` ends with; the same after it was replaced or resumed."""
     draw = np.random.default_rng((args.seed, index))
     return float(draw.choice(args.epsilon_finals, p=args.epsilon_probs))
@@ -185,8 +187,8 @@ def epsilon_at(final: float, step: int, epsilon_steps: int) -> float:
     return final + linear_decay(1 - final, step, epsilon_steps)
 
 
-def epsilon_greedy(q_values: Tensor, epsilon: float) -> Tensor:
-    """For each row of Q-values, (n, n_actions), the best action, or with probability ε any; (n,)."""
+def epsilon_greedy(q_values: Tensor, epsilon: float | Tensor) -> Tensor:
+    """For each row of Q-values, (n, n_actions), the best action, or with probability ε, one or (n,), any; (n,)."""
     random = torch.randint(q_values.shape[1], (len(q_values),))
     return torch.where(torch.rand(len(q_values)) < epsilon, random, q_values.argmax(1))
 
@@ -227,7 +229,7 @@ class MomentumSGD(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "decay": decay})
         for group in self.param_groups:
             for p in group["params"]:
-                self.state[p]["mean"] = torch.zeros_like(p, requires_grad=False)
+                self.state[p]["mean"] = torch.zeros_like(p)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -256,10 +258,10 @@ def actor_learner(
     model = QNetwork(envs.single_observation_space, envs.single_action_space, args.arch)
     parameters, shared_parameters = list(model.parameters()), list(shared_model.parameters())  # θ′, θ
     target_parameters = list(target_model.parameters())  # θ⁻
-    obs = to_tensor(envs.reset(seed=env_seed(args.seed, start, index, 1))[0])
+    obs = torch.from_numpy(envs.reset(seed=env_seed(args.seed, start, index, 1))[0])
     while worker.go_on():
         sync(parameters, shared_parameters)  # θ′ ← θ
-        observations, actions, rewards, done = [], [], [], False
+        observations, actions, rewards = [], [], []
         while True:
             epsilon = epsilon_at(epsilon_final, worker.global_step, args.epsilon_steps)
             with torch.no_grad():
@@ -268,13 +270,13 @@ def actor_learner(
             observations.append(obs)
             actions.append(action)
             rewards.append(learned_reward(float(reward[0]), args))
-            obs, done = to_tensor(next_obs), bool(terminated[0] or truncated[0])
+            obs, done = torch.from_numpy(next_obs), bool(terminated[0] or truncated[0])
             worker.count_step(reward[0], done)  # T ← T + 1
-            if done or len(rewards) == args.t_max or not worker.go_on():
+            if done or len(rewards) == args.t_max or worker.ended:
                 break
         R = 0.0  # for a terminal s_t, else max_a Q(s_t, a; θ⁻)
         if not terminated[0]:
-            last_obs = to_tensor(np.stack(info["final_obs"])) if done else obs
+            last_obs = torch.from_numpy(np.stack(info["final_obs"])) if done else obs
             with torch.no_grad():
                 R = target_model(last_obs).max().item()
         returns = rollout_returns(rewards, R, args.gamma)  # R ← r_i + γ R
@@ -325,7 +327,7 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     return run.exit_status
 
 
-def make_optimizers(args: Args, model: nn.Module) -> list[torch.optim.Optimizer]:
+def make_optimizers(args: Args, model: nn.Module) -> list[RMSProp | MomentumSGD]:
     """One whose statistics all processes share, or one for each process."""
     parameters = list(model.parameters())
     if args.optimizer == "momentum-sgd":
@@ -339,16 +341,12 @@ def learned_reward(reward: float, args: Args) -> float:
     return max(-1.0, min(1.0, reward)) if args.clip_rewards else reward * args.reward_scale
 
 
-def to_tensor(obs: np.ndarray) -> Tensor:
-    return torch.from_numpy(obs)
-
-
 def make_policy(model: QNetwork, epsilon: float) -> Policy:
     """How evaluation plays: ε-greedily."""
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
-        return epsilon_greedy(model(to_tensor(obs)), epsilon).numpy()
+        return epsilon_greedy(model(torch.from_numpy(obs)), epsilon).numpy()
 
     return policy
 
@@ -367,23 +365,13 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
         args, checkpoint = read_run(SCRIPT, argv, args, fixed=("preset", "arch", "optimizer"))
     env = check_env(args)
     if not isinstance(env.action_space, spaces.Discrete):
-        raise UsageError(f"--env-id {args.env_id}: Q-learning needs Discrete actions, it has {env.action_space}")
+        raise UsageError(f"--env-id {args.env_id}: {SCRIPT}.py needs Discrete actions, it has {env.action_space}")
     images = len(env.observation_space.shape) == 3
     if checkpoint is None:
-        preset = args.preset
-        if preset == "auto":
-            preset = "atari" if images else "vector"
-        args = read_flags(argv, Args(**PRESETS[preset]), __doc__)
-        args.preset = preset
-    if args.arch == "auto":
-        args.arch = "nips" if images else "mlp"
-    if (args.arch == "mlp") == images:
-        raise UsageError(f"--arch {args.arch} does not fit the observations of {args.env_id}: {env.observation_space}")
-    own = args.optimizer != "shared-rmsprop"
-    if checkpoint and own and args.n_processes != checkpoint["args"]["n_processes"]:
-        raise UsageError(f"--n-processes {args.n_processes}: the run has statistics of another number of processes")
-    if args.n_processes is None:
-        args.n_processes = n_cores()
+        auto = "atari" if images else "vector"
+        args = read_preset(argv, args, PRESETS, auto, __doc__)
+    args.arch = pick_arch(args, env.observation_space, "nips")
+    args.n_processes = pick_n_processes(args, checkpoint)
     check_range(args, "total_steps checkpoint_interval n_processes t_max target_interval epsilon_steps", 1)
     check_range(args, "seed", 0, 2**64 - 1)
     check_range(args, "eval_episodes learning_rate max_grad_norm reward_scale", 0)
@@ -397,25 +385,17 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     return args, checkpoint
 
 
+def load_policy(args: Args, checkpoint: dict) -> Callable[[], Policy]:
+    """What --evaluate plays."""
+    env = check_env(args)
+    model = QNetwork(env.observation_space, env.action_space, args.arch)
+    load_part("model", model, checkpoint)
+    return functools.partial(make_policy, model, args.eval_epsilon)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is wrong with the arguments is said in one line
-            args, checkpoint = parse(argv)
-        if not args.evaluate:
-            return train(args, checkpoint)
-        env = check_env(args)
-        model = QNetwork(env.observation_space, env.action_space, args.arch)
-        load_part("model", model, checkpoint)
-        torch.manual_seed(args.seed)
-        evaluate_run(SCRIPT, args, functools.partial(make_policy, model, args.eval_epsilon))
-        return 0
-    except (UsageError, WorkerError, FloatingPointError, OSError, MemoryError) as error:
-        print(f"{SCRIPT}.py: {str(error) or 'out of memory'}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:  # before training has begun, or while --evaluate plays
-        return 130
+    return run_script(SCRIPT, argv, parse, train, load_policy)
 
 
 if __name__ == "__main__":

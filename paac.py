@@ -40,7 +40,7 @@ import functools
 import json
 import math
 import sys
-import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,20 +54,21 @@ from torch import Tensor, nn
 from common.run import (
     Policy,
     Run,
-    UsageError,
     check_env,
     check_range,
     check_rollout,
     env_seed,
-    evaluate_run,
-    keep_freed_memory,
     load_part,
     make_run_dir,
+    pick_arch,
     pick_device,
     read_flags,
+    read_preset,
     read_run,
+    run_script,
+    to_env,
 )
-from common.vec_env import WorkerError, make_vec_env, n_cores
+from common.vec_env import make_vec_env, n_cores
 
 SCRIPT = "paac"
 
@@ -217,12 +218,24 @@ class ActorCritic(nn.Module):
             hidden = self.trunk(obs)
         return self.policy(hidden), self.value(hidden).squeeze(-1)
 
-    def distribution(self, outputs: Tensor) -> torch.distributions.Distribution:
-        """π for the first output of `forward`, of any leading shape."""
+    def sample(self, outputs: Tensor) -> Tensor:
+        """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim) → (n, action_dim).
+
+        Raises: FloatingPointError: the outputs, or the actions that they give, are not finite.
+        """
+        numbers = outputs if self.discrete else outputs + self.log_std.exp() * torch.randn_like(outputs)
+        if not numbers.isfinite().all():
+            raise FloatingPointError("the outputs of the network are not finite")
+        return torch.multinomial(numbers.softmax(-1), 1).squeeze(-1) if self.discrete else numbers
+
+    def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """log π(a|s) and H(π(s)), (...,) each; a Gaussian's entropy is a scalar, the same in every state."""
         if self.discrete:
-            return torch.distributions.Categorical(logits=outputs, validate_args=False)
-        normal = torch.distributions.Normal(outputs, self.log_std.exp().expand_as(outputs), validate_args=False)
-        return torch.distributions.Independent(normal, 1, validate_args=False)
+            log_probs = outputs.log_softmax(-1)
+            return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
+        distances = ((actions - outputs) * (-self.log_std).exp()).square().sum(-1)  # in standard deviations
+        entropy = (self.log_std + (1 + math.log(2 * math.pi)) / 2).sum()
+        return (outputs.shape[-1] - distances) / 2 - entropy, entropy  # H = E[-log π], and E[distances] = action_dim
 
 
 # ------------------------------------------------------------------------------------------------ mathematics
@@ -284,28 +297,13 @@ class RMSProp(torch.optim.Optimizer):
             torch._foreach_addcdiv_(params, grads, roots, -group["lr"])
 
 
-def to_env(actions: Tensor, space: gym.Space) -> np.ndarray:
-    """Sampled actions as the environment takes them: a Gaussian's [-1, 1] is stretched to the bounds of the space."""
-    actions = actions.cpu().numpy()
-    if isinstance(space, spaces.Discrete):
-        return actions
-    actions = actions.reshape(-1, *space.shape)
-    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        bounded = np.isfinite((high - low).astype(np.float32))  # the largest float as a bound means that there is none
-        stretched = low + (actions.clip(-1, 1) + 1) / 2 * (high - low)
-        actions = np.where(bounded, stretched, actions)
-        inside = (np.rint(actions) if np.issubdtype(space.dtype, np.integer) else actions).astype(space.dtype)
-    return np.where(actions <= low, space.low, np.where(actions >= high, space.high, inside))
-
-
 # --------------------------------------------------------------------------------------------------- training
 
 
 def train(args: Args, checkpoint: dict | None = None) -> int:
     """Algorithm 1, from the start or from a checkpoint. Returns the exit status.
 
-    Raises: WorkerError: an environment failed. FloatingPointError: the loss or its gradient is not finite.
+    Raises: WorkerError: an environment failed. FloatingPointError: the network, its loss or gradient is not finite.
     """
     device = pick_device(args.device)
     torch.manual_seed(args.seed)
@@ -328,7 +326,8 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
             for t in range(args.t_max):  # l. 4
                 # θ does not change within a rollout: this forward pass is kept and serves the backward pass as well
                 output, value = model(obs)  # l. 6
-                action = model.distribution(output.detach()).sample()  # l. 5
+                with torch.no_grad():
+                    action = model.sample(output)  # l. 5
                 observations.append(obs)
                 outputs.append(output)
                 values.append(value)
@@ -347,13 +346,12 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                     run.count_episodes(info["episode"]["r"][ended], info["episode"]["l"][ended])
             with torch.no_grad():
                 bootstrap = model(obs)[1]  # l. 12
-            R = n_step_returns(
+            returns = n_step_returns(
                 to_device(rewards, device), to_device(dones, device), final_values, bootstrap, args.gamma
             )
-            policy = model.distribution(torch.stack(outputs))
-            log_probs, entropies = policy.log_prob(torch.stack(actions)), policy.entropy()
+            log_probs, entropies = model.log_prob_and_entropy(torch.stack(outputs), torch.stack(actions))
             loss, policy_loss, value_loss = paac_loss(
-                log_probs, entropies, torch.stack(values), R, args.entropy_coef, args.value_coef
+                log_probs, entropies, torch.stack(values), returns, args.entropy_coef, args.value_coef
             )
             optimizer.zero_grad()
             loss.backward()  # l. 16, 17
@@ -390,7 +388,7 @@ def make_policy(model: ActorCritic, action_space: gym.Space) -> Policy:
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
         outputs, _ = model(to_device(obs, next(model.parameters()).device))
-        return to_env(model.distribution(outputs).sample(), action_space)
+        return to_env(model.sample(outputs), action_space)
 
     return policy
 
@@ -411,15 +409,9 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     env = check_env(args)
     images, continuous = len(env.observation_space.shape) == 3, isinstance(env.action_space, spaces.Box)
     if checkpoint is None:
-        preset = args.preset
-        if preset == "auto":
-            preset = "continuous" if continuous else "paper" if images else "vector"
-        args = read_flags(argv, Args(**PRESETS[preset]), __doc__)
-        args.preset = preset
-    if args.arch == "auto":
-        args.arch = "nips" if images else "mlp"
-    if (args.arch == "mlp") == images:
-        raise UsageError(f"--arch {args.arch} does not fit the observations of {args.env_id}: {env.observation_space}")
+        auto = "continuous" if continuous else "paper" if images else "vector"
+        args = read_preset(argv, args, PRESETS, auto, __doc__)
+    args.arch = pick_arch(args, env.observation_space, "nips")
     check_range(args, "total_steps checkpoint_interval n_envs t_max", 1)
     if args.learning_rate is None:
         args.learning_rate = 0.0007 * args.n_envs
@@ -436,27 +428,17 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     return args, checkpoint
 
 
+def load_policy(args: Args, checkpoint: dict) -> Callable[[], Policy]:
+    """What --evaluate plays."""
+    env = check_env(args)
+    model = ActorCritic(env.observation_space, env.action_space, args.arch, args.bfloat16).to(pick_device(args.device))
+    load_part("model", model, checkpoint)
+    return functools.partial(make_policy, model, env.action_space)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    keep_freed_memory()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is wrong with the arguments is said in one line
-            args, checkpoint = parse(argv)
-        if not args.evaluate:
-            return train(args, checkpoint)
-        env = check_env(args)
-        model = ActorCritic(env.observation_space, env.action_space, args.arch, args.bfloat16)
-        model.to(pick_device(args.device))
-        load_part("model", model, checkpoint)
-        torch.manual_seed(args.seed)
-        evaluate_run(SCRIPT, args, functools.partial(make_policy, model, env.action_space))
-        return 0
-    except (UsageError, WorkerError, FloatingPointError, OSError, MemoryError) as error:
-        print(f"{SCRIPT}.py: {str(error) or 'out of memory'}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:  # before training has begun, or while --evaluate plays
-        return 130
+    return run_script(SCRIPT, argv, parse, train, load_policy)
 
 
 if __name__ == "__main__":

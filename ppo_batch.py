@@ -46,7 +46,7 @@ import functools
 import json
 import math
 import sys
-import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,20 +60,21 @@ from torch import Tensor, nn
 from common.run import (
     Policy,
     Run,
-    UsageError,
     check_env,
     check_range,
     check_rollout,
     env_seed,
-    evaluate_run,
-    keep_freed_memory,
     load_part,
     make_run_dir,
+    pick_arch,
     pick_device,
     read_flags,
+    read_preset,
     read_run,
+    run_script,
+    to_env,
 )
-from common.vec_env import WorkerError, make_vec_env, n_cores
+from common.vec_env import make_vec_env, n_cores
 
 SCRIPT = "ppo_batch"
 
@@ -174,6 +175,14 @@ class Args:
 # ---------------------------------------------------------------------------------------------------- network
 
 
+def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[nn.Module]:
+    return [nn.Conv2d(in_channels, out_channels, kernel, stride), nn.ReLU(inplace=True)]
+
+
+def mlp(n_inputs: int, n_outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(n_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, n_outputs))
+
+
 class RunningNorm(nn.Module):
     """(x - mean) / √(var + eps) over every vector seen so far, clipped to ±clip: for vectors what /255 is for images.
 
@@ -214,18 +223,13 @@ class ActorCritic(nn.Module):
         self.discrete, self.bfloat16 = isinstance(action_space, spaces.Discrete), bfloat16
         n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape)
         if arch == "mlp":
-            size = observation_space.shape[0]
-            self.trunk = RunningNorm(size, eps=1e-2, clip=5.0)
-            self.policy, self.value = (
-                nn.Sequential(nn.Linear(size, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, n))
-                for n in (n_outputs, 1)
-            )
+            n_inputs = observation_space.shape[0]
+            self.trunk = RunningNorm(n_inputs, eps=1e-2, clip=5.0)
+            self.policy, self.value = mlp(n_inputs, n_outputs), mlp(n_inputs, 1)
         else:  # (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7 → 512
-            self.trunk = nn.Sequential(
-                *(nn.Conv2d(4, 32, 8, 4), nn.ReLU(inplace=True), nn.Conv2d(32, 64, 4, 2), nn.ReLU(inplace=True)),
-                *(nn.Conv2d(64, 64, 3, 1), nn.ReLU(inplace=True), nn.Flatten()),
-                *(nn.Linear(3136, 512), nn.ReLU(inplace=True)),
-            ).to(memory_format=torch.channels_last)  # faster on CPU
+            layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1)]
+            layers += [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(inplace=True)]
+            self.trunk = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster on CPU
             self.policy, self.value = nn.Linear(512, n_outputs), nn.Linear(512, 1)
         for layer in self.modules():
             if isinstance(layer, nn.Linear | nn.Conv2d):
@@ -251,10 +255,14 @@ class ActorCritic(nn.Module):
         return self.policy(hidden), self.value(hidden).squeeze(-1)
 
     def sample(self, outputs: Tensor) -> Tensor:
-        """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim) → (n, action_dim)."""
-        if self.discrete:
-            return torch.multinomial(outputs.softmax(-1), 1).squeeze(-1)
-        return outputs + self.log_std.exp() * torch.randn_like(outputs)
+        """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim) → (n, action_dim).
+
+        Raises: FloatingPointError: the outputs, or the actions that they give, are not finite.
+        """
+        numbers = outputs if self.discrete else outputs + self.log_std.exp() * torch.randn_like(outputs)
+        if not numbers.isfinite().all():
+            raise FloatingPointError("the outputs of the network are not finite")
+        return torch.multinomial(numbers.softmax(-1), 1).squeeze(-1) if self.discrete else numbers
 
     def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """log π(a|s) and H(π(s)), (...,) each; a Gaussian's entropy is a scalar, the same in every state."""
@@ -333,21 +341,6 @@ def linear_decay(initial: float, step: int, total_steps: int) -> float:
     return initial * max(0.0, 1 - step / total_steps)
 
 
-def to_env(actions: Tensor, space: gym.Space) -> np.ndarray:
-    """Sampled actions as the environment takes them: a Gaussian's [-1, 1] is stretched to the bounds of the space."""
-    actions = actions.cpu().numpy()
-    if isinstance(space, spaces.Discrete):
-        return actions
-    actions = actions.reshape(-1, *space.shape)
-    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        bounded = np.isfinite((high - low).astype(np.float32))  # the largest float as a bound means that there is none
-        stretched = low + (actions.clip(-1, 1) + 1) / 2 * (high - low)
-        actions = np.where(bounded, stretched, actions)
-        inside = (np.rint(actions) if np.issubdtype(space.dtype, np.integer) else actions).astype(space.dtype)
-    return np.where(actions <= low, space.low, np.where(actions >= high, space.high, inside))
-
-
 # --------------------------------------------------------------------------------------------------- training
 
 
@@ -366,8 +359,7 @@ def update(
         log_probs, entropies = model.log_prob_and_entropy(outputs, actions)
         log_ratios = log_probs - old_log_probs
         loss, policy_loss, value_loss = ppo_loss(
-            *(log_ratios, advantages, returns - values, entropies),
-            *(clip_coef, args.entropy_coef, args.value_coef),
+            log_ratios, advantages, returns - values, entropies, clip_coef, args.entropy_coef, args.value_coef
         )
         optimizer.zero_grad()
         loss.backward()
@@ -450,7 +442,7 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
             with torch.no_grad():
                 checked = [x.isfinite().all() for x in (total_loss, *model.parameters(), *model(obs))]
             if not torch.stack(checked).all():  # only here, as looking makes a GPU wait
-                raise FloatingPointError(f"step {step}: a loss, a parameter or an output of the network is not finite")
+                raise FloatingPointError(f"step {run.step}: a loss, a parameter or an output is not finite")
             run.count_update(step, scalars | {"charts/learning_rate": alpha})
     return run.exit_status
 
@@ -494,13 +486,9 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     env = check_env(args)
     images = len(env.observation_space.shape) == 3
     if checkpoint is None:
-        preset = ("atari" if images else "vector") if args.preset == "auto" else args.preset
-        args = read_flags(argv, Args(**PRESETS[preset]), __doc__)
-        args.preset = preset
-    if args.arch == "auto":
-        args.arch = "nature" if images else "mlp"
-    if (args.arch == "mlp") == images:
-        raise UsageError(f"--arch {args.arch} does not fit the observations of {args.env_id}: {env.observation_space}")
+        auto = "atari" if images else "vector"
+        args = read_preset(argv, args, PRESETS, auto, __doc__)
+    args.arch = pick_arch(args, env.observation_space, "nature")
     check_range(args, "total_steps checkpoint_interval n_envs update_interval update_epochs", 1)
     if args.t_max is not None:
         check_range(args, "t_max", 1)
@@ -520,27 +508,17 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     return args, checkpoint
 
 
+def load_policy(args: Args, checkpoint: dict) -> Callable[[], Policy]:
+    """What --evaluate plays."""
+    env = check_env(args)
+    model = ActorCritic(env.observation_space, env.action_space, args.arch, args.bfloat16).to(pick_device(args.device))
+    load_part("model", model, checkpoint)
+    return functools.partial(make_policy, model, env.action_space)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    keep_freed_memory()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is wrong with the arguments is said in one line
-            args, checkpoint = parse(argv)
-        if not args.evaluate:
-            return train(args, checkpoint)
-        env = check_env(args)
-        model = ActorCritic(env.observation_space, env.action_space, args.arch, args.bfloat16)
-        model.to(pick_device(args.device))
-        load_part("model", model, checkpoint)
-        torch.manual_seed(args.seed)
-        evaluate_run(SCRIPT, args, functools.partial(make_policy, model, env.action_space))
-        return 0
-    except (UsageError, WorkerError, FloatingPointError, OSError, MemoryError) as error:
-        print(f"{SCRIPT}.py: {str(error) or 'out of memory'}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:  # before training has begun, or while --evaluate plays
-        return 130
+    return run_script(SCRIPT, argv, parse, train, load_policy)
 
 
 if __name__ == "__main__":

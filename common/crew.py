@@ -39,16 +39,21 @@ class Crew:
         raise NotImplementedError
 
     def __enter__(self) -> Any:
-        for index in range(self.n_processes):
-            self._start(index)
+        try:
+            for index in range(self.n_processes):
+                self._start(index)
+        except BaseException:  # those that have started must not stay
+            Crew.__exit__(self)
+            raise
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        for process in self.processes:
+        for process in filter(None, self.processes):
             process.kill()
         for process, connection in zip(self.processes, self.connections, strict=True):
-            process.join()
-            connection.close()
+            if process:
+                process.join()
+                connection.close()
 
     def _start(self, index: int) -> None:
         arguments = (self.target, self.new_member(index), self.arguments, f"{self.role} {index}")

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from common.crew import Crew
-from common.run import Run, to_float
-from common.vec_env import WorkerError
+from common.run import Run, UsageError, to_float
+from common.vec_env import WorkerError, n_cores
 
 POLL_INTERVAL = 0.05  # seconds between two looks of the parent
 REPORT_INTERVAL = 100  # updates of an actor-learner between two reports of its losses
@@ -72,11 +72,16 @@ class Worker:
         return True
 
     def go_on(self) -> bool:
-        """Whether training goes on; to be asked before every step. Waits while the parent saves."""
+        """Whether training goes on; to be asked between rollouts. Waits while the parent saves."""
         while self.flags[PAUSE] and not self.flags[STOP]:
             self.parked[self.index] = self.flags[PAUSE]
             time.sleep(0.001)
-        return not self.flags[STOP] and self.global_step < self.total_steps
+        return not self.ended
+
+    @property
+    def ended(self) -> bool:
+        """Whether training has come to its end; does not wait, so that what a rollout began is learned from."""
+        return bool(self.flags[STOP]) or self.global_step >= self.total_steps
 
     def report_update(self, scalars: dict[str, Any]) -> None:
         """Tell the parent of an update, now and then."""
@@ -180,6 +185,18 @@ class Team(Crew):
             yield self.global_step
         finally:
             self.flags[PAUSE] = 0
+
+
+def pick_n_processes(args: Any, checkpoint: dict | None) -> int:
+    """The number of --n-processes; None: one a core.
+
+    Raises:
+        UsageError: the checkpoint has optimizers of its own for another number.
+    """
+    own = args.optimizer != "shared-rmsprop"
+    if checkpoint and own and args.n_processes != checkpoint["args"]["n_processes"]:
+        raise UsageError(f"--n-processes {args.n_processes}: the run has statistics of another number of processes")
+    return n_cores() if args.n_processes is None else args.n_processes
 
 
 def share(module: nn.Module, *optimizers: torch.optim.Optimizer) -> None:

@@ -1,12 +1,14 @@
 """Prioritised replay memory of Ape-X (Horgan et al. 2018, sec. 3; Schaul et al. 2016).
 
 Actors send chunks, as `chunk_fields` says; the learner draws batches and writes priorities back. `args` are the
-flags of the trainer: n_actors, envs_per_actor, chunk_size, n_step, capacity, replay_device, seed, batch_size,
-priority_alpha, priority_beta and priority_eps.
+flags of the trainer: n_actors, envs_per_actor, chunk_size, n_step, capacity, replay_device, seed, learning_starts,
+batch_size, priority_alpha, priority_beta and priority_eps.
 """
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import math
 from collections import deque
 from typing import Any, NamedTuple
@@ -18,9 +20,10 @@ from torch import Tensor
 
 from common.actors import Chunk, Fields
 from common.atari import STACK
-from common.run import env_seed
+from common.run import UsageError, check_range, env_seed, flag_and_value, free_memory
 from common.sum_tree import SumTree
 
+PROCESS_MEMORY = 500e6  # bytes that a process needs beside the replay memory, roughly: libraries, games, batches
 SPARE = 1.04  # room of the memory per transition of its capacity, which is exceeded between two removals
 
 
@@ -207,3 +210,40 @@ def replay_bytes(space: spaces.Box, args: Any) -> int:
     shape, dtype = frame_space(space)
     room = args.n_actors * args.envs_per_actor * ring_length(args)
     return room * (math.prod(shape) * np.dtype(dtype).itemsize + 14) + (2 << (room - 1).bit_length()) * 8
+
+
+def fit_replay(args: Any, space: spaces.Box) -> None:
+    """Choose --capacity where it is not given.
+
+    Raises:
+        UsageError: it does not fit into the free memory, or is too small for what the flags ask of it.
+    """
+    if args.replay_device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--replay-device cuda: no CUDA device is available")
+    free = free_memory(args.replay_device)
+    if args.replay_device == "cpu":
+        free = max(0, free - (args.n_actors + 1) * PROCESS_MEMORY)
+    n_envs = args.n_actors * args.envs_per_actor
+    least = n_envs * 2 * (args.chunk_size + args.n_step + STACK)
+    needed = max(least, args.learning_starts, args.batch_size)
+
+    def fitting(most: int, budget: float) -> int:
+        """The largest capacity up to `most` that the budget of memory allows."""
+        need = lambda capacity: replay_bytes(space, dataclasses.replace(args, capacity=capacity))  # noqa: E731
+        return bisect.bisect_right(range(1, most + 1), budget, key=need)
+
+    if args.capacity is None:
+        args.capacity = fitting(2_000_000, 0.8 * free)
+        if args.capacity < needed:
+            room = f"{free / 1e9:.1f} GB are free, enough for {args.capacity} transitions"
+            raise UsageError(f"--capacity: {room}; at least {needed} are needed")
+    elif args.capacity > (fits := fitting(args.capacity, free)):
+        need = f"{replay_bytes(space, args) / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
+        hint = f"--capacity {fits} fits" if fits >= needed else f"{fits} would fit, at least {needed} are needed"
+        raise UsageError(f"--capacity {args.capacity}: it needs {need}; {hint}")
+    check_range(args, "capacity", 1)
+    for name in ("learning_starts", "batch_size"):
+        if getattr(args, name) > args.capacity:
+            raise UsageError(f"{flag_and_value(args, name)}: it is more than --capacity {args.capacity}")
+    if args.capacity < least:
+        raise UsageError(f"--capacity {args.capacity}: {n_envs} environments need {least} with these flags")

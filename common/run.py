@@ -18,6 +18,7 @@ import re
 import signal
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
+from gymnasium import spaces
 from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
@@ -43,6 +45,35 @@ Policy = Callable[[np.ndarray], np.ndarray]  # observations (n, ...) → actions
 
 class UsageError(Exception):
     """Wrong arguments: one line for the user, exit status 2."""
+
+
+# ------------------------------------------------------------------------------------------------------ script
+
+
+def run_script(
+    script: str,
+    argv: list[str] | None,
+    parse: Callable[[list[str] | None], tuple[Any, dict | None]],
+    train: Callable[[Any, dict | None], int],
+    load_policy: Callable[[Any, dict], Callable[[], Policy]],
+) -> int:
+    """Run the command line: train, or evaluate the policy that `load_policy` finds. Returns the exit status."""
+    keep_freed_memory()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is wrong with the arguments is said in one line
+            args, checkpoint = parse(argv)
+        if not args.evaluate:
+            return train(args, checkpoint)
+        new_policy = load_policy(args, checkpoint)
+        torch.manual_seed(args.seed)
+        evaluate_run(script, args, new_policy)
+        return 0
+    except (UsageError, WorkerError, FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+        print(f"{script}.py: {str(error) or 'out of memory'}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:  # before training has begun, or while --evaluate plays
+        return 130
 
 
 # ------------------------------------------------------------------------------------------------------ flags
@@ -65,6 +96,14 @@ def read_flags(argv: list[str] | None, default: Any, description: str) -> Any:
         if not lines[0].strip("-"):  # below the title, where the box is drawn in ASCII
             lines.pop(0)
         raise UsageError(" ".join(itertools.takewhile(lambda line: line.strip("─-"), lines))) from None
+
+
+def read_preset(argv: list[str] | None, args: Any, presets: dict[str, dict[str, Any]], auto: str, text: str) -> Any:
+    """The flags again, on top of the constants of --preset, or of the preset `auto` that fits the task."""
+    preset = auto if args.preset == "auto" else args.preset
+    args = read_flags(argv, type(args)(**presets[preset]), text)
+    args.preset = preset
+    return args
 
 
 def read_run(script: str, argv: list[str] | None, args: Any, fixed: tuple[str, ...]) -> tuple[Any, dict]:
@@ -122,6 +161,19 @@ def check_env(args: Any) -> gym.Env:
                 cause = error or type(error).__name__
                 raise UsageError(f"--record: {args.env_id} cannot be drawn here: {cause}") from error
     return env
+
+
+def pick_arch(args: Any, space: spaces.Box, default: str) -> str:
+    """The network of --arch; auto: `default` for images, mlp for vectors.
+
+    Raises:
+        UsageError: it does not fit the observations.
+    """
+    images = len(space.shape) == 3
+    arch = (default if images else "mlp") if args.arch == "auto" else args.arch
+    if (arch == "mlp") == images:
+        raise UsageError(f"--arch {arch} does not fit the observations of {args.env_id}: {space}")
+    return arch
 
 
 def check_range(args: Any, names: str, low: float, high: float = math.inf) -> None:
@@ -462,7 +514,25 @@ class Run:
             self.writer.add_scalar("eval/return_mean", result["mean"], self.step)
 
 
-# ------------------------------------------------------------------------------------------------- evaluation
+# ------------------------------------------------------------------------------------------------- environment
+
+
+def to_env(actions: Tensor, space: gym.Space) -> np.ndarray:
+    """Sampled actions as the environment takes them: a Gaussian's [-1, 1] is stretched to the bounds of the space."""
+    actions = actions.cpu().numpy()
+    if isinstance(space, spaces.Discrete):
+        return actions
+    actions = actions.reshape(-1, *space.shape)
+    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        bounded = np.isfinite((high - low).astype(np.float32))  # the largest float as a bound means that there is none
+        stretched = low + (actions.clip(-1, 1) + 1) / 2 * (high - low)
+        actions = np.where(bounded, stretched, actions)
+        inside = (np.rint(actions) if np.issubdtype(space.dtype, np.integer) else actions).astype(space.dtype)
+    return np.where(actions <= low, space.low, np.where(actions >= high, space.high, inside))
+
+
+# -------------------------------------------------------------------------------------------------- evaluation
 
 
 def evaluate_run(

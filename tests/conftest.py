@@ -49,9 +49,10 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         before = content(tmp_path)
         capfd.readouterr()
         with monkeypatch.context() as patch:
-            for name in ("train", "evaluate_run", "Run", "Team"):
+            for name in ("train", "Run", "Team"):
                 patch.setattr(trainer, name, started, raising=name != "Team")  # not every trainer starts a team
-            patch.setattr(common.run, "make_vec_env", started)
+            for name in ("evaluate_run", "make_vec_env"):
+                patch.setattr(common.run, name, started)
             code = run(trainer, *flags)
         stdout, stderr = capfd.readouterr()
         assert content(tmp_path) == before

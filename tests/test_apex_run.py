@@ -32,6 +32,7 @@ from torch import Tensor
 import apex
 import common.actors
 import common.crew
+import common.replay
 import common.run
 from common.actors import Actors, Fields, Link
 from common.run import check_env
@@ -359,8 +360,8 @@ def test_threads_of_the_learner(
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Says how many bytes are free, besides what actors need."""
-    monkeypatch.setattr(apex, "PROCESS_MEMORY", 0)
-    return lambda n: monkeypatch.setattr(apex, "free_memory", lambda device: n)
+    monkeypatch.setattr(common.replay, "PROCESS_MEMORY", 0)
+    return lambda n: monkeypatch.setattr(common.replay, "free_memory", lambda device: n)
 
 
 PAPER = {"n_step": 3, "gamma": 0.99, "epsilon": 0.4, "epsilon_alpha": 7, "priority_alpha": 0.6, "priority_beta": 0.4}
@@ -470,7 +471,7 @@ def test_actors_need_memory_too(monkeypatch: pytest.MonkeyPatch, memory: Callabl
     """And the learner, beside the replay memory."""
     memory(5e9)
     alone = parse("--n-actors", "4", "--run-dir", "r").capacity
-    monkeypatch.setattr(apex, "PROCESS_MEMORY", 5e8)
+    monkeypatch.setattr(common.replay, "PROCESS_MEMORY", 5e8)
     assert parse("--n-actors", "4", "--run-dir", "s").capacity == pytest.approx(alone / 2, rel=0.05)
 
 

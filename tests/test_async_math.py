@@ -21,6 +21,7 @@ from torch import Tensor
 
 import a3c
 import async_q
+import common.hogwild
 import nstep_q
 import sarsa
 from common.hogwild import Team, Worker
@@ -475,6 +476,18 @@ def test_global_step_is_the_sum_of_all_counts() -> None:
     assert b.global_step == 21 and not b.go_on()
 
 
+def test_the_end_does_not_wait_for_a_pause() -> None:
+    (worker,) = make_workers(1, total_steps=2)
+    worker.flags[common.hogwild.PAUSE] = 1
+    count(worker)
+    assert not worker.ended and not worker.parked[0]
+    worker.flags[common.hogwild.STOP] = 1
+    assert worker.ended
+    worker.flags[common.hogwild.STOP] = 0
+    count(worker)
+    assert worker.ended and not worker.parked[0]
+
+
 def test_crossing_every_multiple_once() -> None:
     (worker,) = make_workers(1)
     told = []
@@ -665,6 +678,18 @@ def play(trainer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     messages = worker.connection.messages
     optimizer = optimizers[index % len(optimizers)]
     return Played(args, walk, steps, start, initial, model, target_model, optimizer, others, calls, messages)
+
+
+@pytest.mark.parametrize("trainer", [a3c, nstep_q], ids=["a3c", "nstep_q"])
+def test_a_pause_waits_for_the_end_of_a_rollout(
+    trainer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint then holds what each counted step has taught, and no copy of θ to θ⁻ is due."""
+    log, go_on, report_update = [], Worker.go_on, Worker.report_update
+    monkeypatch.setattr(Worker, "go_on", lambda self: log.append("go on") or go_on(self))
+    monkeypatch.setattr(Worker, "report_update", lambda self, s: log.append("update") or report_update(self, s))
+    play(trainer, tmp_path, monkeypatch, {"t_max": 3})  # rollouts of 3, 3, 1, 2, 3, 3, 3, 3, 3 steps
+    assert log == ["go on", "update"] * 9 + ["go on"]
 
 
 # ----------------------------------------------------------------------- the pseudocode, slowly and in double

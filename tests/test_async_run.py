@@ -461,6 +461,22 @@ def scribble(worker: Worker, rows: Tensor) -> None:
         worker.count_step(0.0, False)
 
 
+def test_a_start_that_fails_leaves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, started = torch.zeros(2, 20, dtype=torch.int64).share_memory_(), []
+
+    def start(*arguments: Any) -> tuple[Any, Any]:
+        if started:
+            raise OSError("no more processes")
+        started.append(start_worker(*arguments))
+        return started[0]
+
+    monkeypatch.setattr(common.crew, "start_worker", start)
+    with pytest.raises(OSError, match="no more processes"), Team(scribble, (rows,), 2, 10**9):
+        pass
+    ((process, connection),) = started
+    assert not process.is_alive() and connection.closed
+
+
 def test_nobody_is_in_the_middle_of_an_update_when_it_is_quiet() -> None:
     rows = torch.zeros(2, 20, dtype=torch.int64).share_memory_()
     with Team(scribble, (rows,), 2, 10**9) as team:

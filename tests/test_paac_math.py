@@ -125,10 +125,8 @@ def test_gradient_of_the_loss_is_the_papers(arch: str, continuous: bool) -> None
     actions = torch.randn(t_max, n_envs, 2) if continuous else torch.randint(4, (t_max, n_envs))
 
     outputs, values = (torch.stack(items) for items in zip(*(model(obs[t]) for t in range(t_max)), strict=True))
-    policy = model.distribution(outputs)
-    loss, policy_loss, value_loss = paac.paac_loss(
-        policy.log_prob(actions), policy.entropy(), values, returns, beta, 0.25
-    )
+    log_probs, entropies = model.log_prob_and_entropy(outputs, actions)
+    loss, policy_loss, value_loss = paac.paac_loss(log_probs, entropies, values, returns, beta, 0.25)
     torch.testing.assert_close(loss, policy_loss + value_loss)
     params = list(model.parameters())
     grads = torch.autograd.grad(loss, params)
@@ -156,10 +154,8 @@ def test_gradient_at_the_heads_in_closed_form() -> None:
     logits, values = rng.normal(size=(t_max, n_envs, n_actions)), rng.normal(size=(t_max, n_envs))
     returns, actions = rng.normal(size=(t_max, n_envs)), rng.integers(n_actions, size=(t_max, n_envs))
     z, v = torch.tensor(logits, requires_grad=True), torch.tensor(values, requires_grad=True)
-    policy = actor_critic("mlp", n_actions=n_actions).distribution(z)
-    loss, *_ = paac.paac_loss(
-        policy.log_prob(torch.tensor(actions)), policy.entropy(), v, torch.tensor(returns), beta, 0.25
-    )
+    log_probs, entropies = actor_critic("mlp", n_actions=n_actions).log_prob_and_entropy(z, torch.tensor(actions))
+    loss, *_ = paac.paac_loss(log_probs, entropies, v, torch.tensor(returns), beta, 0.25)
     loss.backward()
     for t, e in np.ndindex(t_max, n_envs):
         p = np.exp(logits[t, e]) / np.exp(logits[t, e]).sum()
@@ -196,12 +192,12 @@ def test_categorical_head() -> None:
     logits = np.random.default_rng(1).normal(size=(3, 2, 6)) * 3
     actions = np.array([[0, 1], [2, 3], [4, 5]])
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    policy = model.distribution(torch.tensor(logits))
+    log_probs, entropies = model.log_prob_and_entropy(torch.tensor(logits), torch.tensor(actions))
     log_prob = np.log(np.take_along_axis(p, actions[..., None], -1)[..., 0])
-    np.testing.assert_allclose(policy.log_prob(torch.tensor(actions)).numpy(), log_prob, atol=1e-6)
-    np.testing.assert_allclose(policy.entropy().numpy(), -(p * np.log(p)).sum(-1), atol=1e-6)
+    np.testing.assert_allclose(log_probs.numpy(), log_prob, atol=1e-6)
+    np.testing.assert_allclose(entropies.numpy(), -(p * np.log(p)).sum(-1), atol=1e-6)
     torch.manual_seed(0)
-    samples = model.distribution(torch.tensor(logits[0, 0]).expand(20_000, 6)).sample()
+    samples = model.sample(torch.tensor(logits[0, 0]).expand(20_000, 6))
     np.testing.assert_allclose(np.bincount(samples, minlength=6) / 20_000, p[0, 0], atol=0.015)
 
 
@@ -211,23 +207,39 @@ def test_gaussian_head() -> None:
     model.log_std.data = torch.tensor([-1.0, 0.5])
     rng = np.random.default_rng(2)
     mu, a, sigma = rng.normal(size=(3, 2, 2)), rng.normal(size=(3, 2, 2)), np.exp([-1.0, 0.5])
-    policy = model.distribution(torch.tensor(mu, dtype=torch.float32))
+    log_probs, entropies = model.log_prob_and_entropy(torch.tensor(mu).float(), torch.tensor(a).float())
     density = np.exp(-(((a - mu) / sigma) ** 2) / 2) / (sigma * np.sqrt(2 * np.pi))
-    log_prob = policy.log_prob(torch.tensor(a, dtype=torch.float32)).detach().numpy()
-    assert log_prob.shape == (3, 2)
-    np.testing.assert_allclose(log_prob, np.log(density.prod(-1)), atol=1e-5)
+    assert log_probs.shape == (3, 2)
+    np.testing.assert_allclose(log_probs.detach().numpy(), np.log(density.prod(-1)), atol=1e-5)
     entropy = 0.5 * np.log(2 * np.pi * np.e * sigma**2).sum()
-    np.testing.assert_allclose(policy.entropy().detach().numpy(), np.full((3, 2), entropy), atol=1e-5)
+    np.testing.assert_allclose(entropies.item(), entropy, atol=1e-5)  # the same in every state
 
 
 def test_gaussian_samples_each_dimension_by_itself() -> None:
     model = actor_critic("mlp", continuous=True)
     model.log_std.data = torch.tensor([-1.0, 0.5])
     torch.manual_seed(0)
-    samples = model.distribution(torch.tensor([3.0, -2.0]).expand(20_000, 2)).sample().numpy()
+    samples = model.sample(torch.tensor([3.0, -2.0]).expand(20_000, 2)).detach().numpy()
     np.testing.assert_allclose(samples.mean(0), [3, -2], atol=0.05)
     np.testing.assert_allclose(samples.std(0), np.exp([-1.0, 0.5]), rtol=0.03)
     assert abs(np.corrcoef(samples.T)[0, 1]) < 0.03
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_nothing_is_sampled_from_numbers_that_are_not_finite(continuous: bool, number: float) -> None:
+    model, outputs = actor_critic("mlp", continuous), torch.zeros(3, 2 if continuous else 4)
+    model.sample(outputs)
+    outputs[1, 1] = number
+    with pytest.raises(FloatingPointError, match="not finite"):
+        model.sample(outputs)
+
+
+def test_nothing_is_sampled_from_an_infinite_deviation() -> None:
+    model = actor_critic("mlp", continuous=True)
+    model.log_std.data[:] = 200.0
+    with pytest.raises(FloatingPointError, match="not finite"):
+        model.sample(torch.zeros(3, 2))
 
 
 # -------------------------------------------------------------------------------------------------- optimiser

@@ -348,12 +348,19 @@ def test_loss_that_is_not_finite(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert state["step"] == 140 and all(p.isfinite().all() for p in state["model"].values())
 
 
-def test_parameters_that_overflow(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A learning rate so large that the next forward pass is not finite: a clear error as well, not a crash."""
-    assert run(*BANDIT, *SMALL, "--learning-rate", "1e38", "--total-steps", "100000", "--run-dir", "r") == 1
+@pytest.mark.parametrize("env_kwargs", [{}, {"image": True}, {"continuous": True}], ids=["vector", "image", "box"])
+def test_parameters_that_overflow(
+    env_kwargs: dict[str, bool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A learning rate so large that the next forward pass is not finite: one line, and the last checkpoint is left."""
+    flags = [*BANDIT, *SMALL, "--env-kwargs", json.dumps(env_kwargs), "--total-steps", "20", "--run-dir", "r"]
+    assert run(*flags) == 0
+    before = (tmp_path / "r" / "checkpoint.pt").read_bytes()
+    capfd.readouterr()
+    assert run("--resume", "r", "--learning-rate", "1e38", "--total-steps", "100000") == 1
     stderr = capfd.readouterr().err
-    assert len(stderr.splitlines()) == 1
-    assert any(word in stderr for word in ("finite", "nan", "inf"))
+    assert (tmp_path / "r" / "checkpoint.pt").read_bytes() == before
+    assert len(stderr.splitlines()) == 1 and any(word in stderr for word in ("finite", "nan", "inf")), stderr
 
 
 def test_kill_in_the_midst_of_writing_leaves_the_last_checkpoint(tmp_path: Path) -> None:
