@@ -127,18 +127,16 @@ class Args:
 
     n_actors: int | None = None
     """actor processes; None: one a core but one with CUDA, half the cores without"""
-    learner_threads: int | None = None
-    """threads of the learner; None: one for each core that no actor has, and one alone for the MLP"""
     envs_per_actor: int = 16
     """environments that each actor steps together"""
+    learner_threads: int | None = None
+    """threads of the learner; None: one for each core that no actor has, and one alone for the MLP"""
     arch: Literal["auto", "nature", "mlp"] = "auto"
     """network; auto: nature for images, mlp for vectors"""
     bfloat16: bool = False
     """images: run the convolutions in bfloat16, faster where the processor has it; parameters stay float32"""
     n_step: int = 3
     """n, rewards in a return"""
-    gamma: float = 0.99
-    """γ, discount per step"""
     epsilon: float = 0.4
     """ε of ε_i"""
     epsilon_alpha: float = 7.0
@@ -172,7 +170,9 @@ class Args:
     target_interval: int = 2_500
     """updates between two copies of θ to θ⁻"""
     learning_rate: float = 6.25e-5
-    """learning rate α"""
+    """α"""
+    gamma: float = 0.99
+    """γ, discount per step"""
     max_grad_norm: float = 40.0
     """threshold of the global gradient norm"""
     rms_decay: float = 0.95
@@ -397,7 +397,7 @@ def actor(link: Link, args: Args) -> None:
         obs, ages = next_obs, np.where(done, 0, next_ages).astype(np.uint8)
 
 
-# -------------------------------------------------------------------------------------------------- training
+# --------------------------------------------------------------------------------------------------- training
 
 
 def update(

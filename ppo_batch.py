@@ -143,11 +143,9 @@ class Args:
     update_epochs: int = 4
     """K: passes over the N·T transitions"""
     learning_rate: float = 2.5e-4
-    """Adam's α, at the start"""
+    """initial α of Adam"""
     anneal_lr: bool = True
     """α falls to zero over total_steps"""
-    adam_eps: float = 1e-5
-    """Adam's ε"""
     clip_coef: float = 0.1
     """ε of the surrogate, at the start"""
     anneal_clip: bool = False
@@ -164,6 +162,8 @@ class Args:
     """weight of the squared value error"""
     max_grad_norm: float | None = 0.5
     """threshold of the global gradient norm; None: no clipping"""
+    adam_eps: float = 1e-5
+    """Adam's ε"""
     bootstrap_limits: bool = True
     """a time limit does not cut the return"""
     clip_rewards: bool = True
@@ -424,11 +424,11 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                     run.count_episodes(info["episode"]["r"][ended], info["episode"]["l"][ended])
             with torch.no_grad():
                 bootstrap = model(obs)[1]  # unfinished episodes are cut here and go on in the next batch
-                taken = torch.stack(actions)
-                log_probs = model.log_prob_and_entropy(torch.stack(outputs), taken)[0]
-            V, r, ends = torch.stack(values), to_device(rewards, device), to_device(dones, device)
-            advantages = gae(r, ends, V, final_values, bootstrap, args.gamma, args.gae_lambda)  # A_1 to A_T
-            returns = advantages + V
+                actions, values = torch.stack(actions), torch.stack(values)
+                log_probs = model.log_prob_and_entropy(torch.stack(outputs), actions)[0]
+            r, ends = to_device(rewards, device), to_device(dones, device)
+            advantages = gae(r, ends, values, final_values, bootstrap, args.gamma, args.gae_lambda)  # A_1 to A_T
+            returns = advantages + values
             if args.standardize_advantages:
                 advantages = (advantages - advantages.mean()) / (advantages.std(unbiased=False) + 1e-8)
             if isinstance(model.trunk, RunningNorm):
@@ -437,7 +437,7 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
             epsilon = linear_decay(args.clip_coef, step, args.total_steps) if args.anneal_clip else args.clip_coef
             optimizer.param_groups[0]["lr"] = alpha
             step += args.n_envs * t_max
-            batch = tuple(x.flatten(0, 1) for x in (observations, taken, log_probs, advantages, returns))
+            batch = tuple(x.flatten(0, 1) for x in (observations, actions, log_probs, advantages, returns))
             total_loss, scalars = update(model, optimizer, batch, epsilon, args)  # θ_old ← θ
             with torch.no_grad():
                 checked = [x.isfinite().all() for x in (total_loss, *model.parameters(), *model(obs))]
