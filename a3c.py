@@ -5,7 +5,7 @@ or to the end of the episode, and then applies its gradient to θ without a lock
 
     R_i = r_i + γ R_{i+1},    R = 0 after the episode's last step, else V(s_t; θ′)
     L = Σ_i [ -log π(a_i|s_i; θ′) (R_i - v_i) - β H(π(s_i; θ′)) + 0.25 (R_i - V(s_i; θ′))² ]
-    d = ∇L, v_i = V(s_i; θ′) held constant, scaled to a norm of at most 40;    α = 0.0007 (1 - T / T_max)
+    d = ∇L with v_i = V(s_i; θ′) held constant, scaled to a norm of at most 40;    α = 0.0007 (1 - T / T_max)
     g ← 0.99 g + 0.01 d²,    θ ← θ - α d / √(g + ε)          (eq. S2, S3: RMSProp, its g shared as well)
 
     python a3c.py                                                   # Pong from pixels

@@ -4,7 +4,7 @@ One policy acts in n_e environments at once. After t_max steps of all of them, o
 
     R_t = r_t + γ R_{t+1},    R_{t_max+1} = V(s_{t_max+1}; θ)                                      (Alg. 1, l. 12-15)
     L = 1/n_e Σ_e Σ_t [ -log π(a_t|s_t; θ) (R_t - v_t) - β H(π(s_t; θ)) + 0.25 (R_t - V(s_t; θ))² ]  (eq. 10, 11)
-    d = ∇L, v_t = V(s_t; θ) held constant, scaled to a norm of at most 40;    α = 0.0007 n_e (1 - N / N_max)
+    d = ∇L with v_t = V(s_t; θ) held constant, scaled to a norm of at most 40;    α = 0.0007 n_e (1 - N / N_max)
     g ← 0.99 g + 0.01 d²,    θ ← θ - α d / √(g + ε)
 
     python paac.py --n-envs 32                                      # Pong from pixels
