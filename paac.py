@@ -260,6 +260,7 @@ def paac_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Eq. (10) and (11) as losses, summed over t_max and averaged over environments; all (t_max, n_envs).
 
+    Entropies may be one number instead, a Gaussian's.
     Returns the total, its policy part (entropy included) and its value part.
     """
     advantages = returns - values.detach()

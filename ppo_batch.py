@@ -311,6 +311,7 @@ def ppo_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Eq. (7) and (9) of Schulman et al. 2017 as a loss, means over a minibatch; all (n,), log ρ first.
 
+    Entropies may be one number instead, a Gaussian's.
     Returns the total, its policy part (entropy included) and its value part.
     """
     ratios = log_ratios.exp()
@@ -441,7 +442,7 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
             total_loss, scalars = update(model, optimizer, batch, epsilon, args)  # θ_old ← θ
             with torch.no_grad():
                 checked = [x.isfinite().all() for x in (total_loss, *model.parameters(), *model(obs))]
-            if not torch.stack(checked).all():  # only here, as looking makes a GPU wait
+            if not torch.stack(checked).all():  # not after each minibatch: looking makes a GPU wait
                 raise FloatingPointError(f"step {run.step}: a loss, a parameter or an output is not finite")
             run.count_update(step, scalars | {"charts/learning_rate": alpha})
     return run.exit_status

@@ -71,7 +71,7 @@ class Link:
 
     def request(self) -> None:
         """Ask for the parameters as they are now; `fetch` has them as soon as they are there."""
-        if self.version >= 0:  # what has been published before is older than that, an answer to an earlier request
+        if not self.wanted:  # what has been published by now answered an earlier request
             self.version = int(self.flags[0])  # read before asking: the answer must not look old
         self.flags[1 + self.index] += 1
         self.wanted = True

@@ -42,7 +42,7 @@ class Crew:
         try:
             for index in range(self.n_processes):
                 self._start(index)
-        except BaseException:  # those that have started must not stay
+        except BaseException:  # those that have started must not stay; a subclass may wait for all
             Crew.__exit__(self)
             raise
         return self

@@ -72,7 +72,7 @@ class Worker:
         return True
 
     def go_on(self) -> bool:
-        """Whether training goes on; to be asked between rollouts. Waits while the parent saves."""
+        """Whether training goes on; to be asked where nothing is half done. Waits while the parent saves."""
         while self.flags[PAUSE] and not self.flags[STOP]:
             self.parked[self.index] = self.flags[PAUSE]
             time.sleep(0.001)
@@ -173,14 +173,16 @@ class Team(Crew):
     def quiet(self) -> Iterator[int]:
         """A context in which no actor-learner is in the middle of an update; gives T.
 
-        Waits 10 s at most, for one that starts or whose environment hangs.
+        Waits for 10 s without a step at most, for one that starts or whose environment hangs.
         """
         self.pauses += 1
         self.flags[PAUSE] = self.pauses
-        deadline = time.monotonic() + 10
+        deadline, last_step = time.monotonic() + 10, self.global_step
         for index, process in enumerate(self.processes):
             while self.parked[index] != self.pauses and time.monotonic() < deadline and process.is_alive():
                 time.sleep(0.001)
+                if self.global_step != last_step:  # a rollout goes on to its end
+                    deadline, last_step = time.monotonic() + 10, self.global_step
         try:
             yield self.global_step
         finally:

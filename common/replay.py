@@ -23,7 +23,8 @@ from common.atari import STACK
 from common.run import UsageError, check_range, env_seed, flag_and_value, free_memory
 from common.sum_tree import SumTree
 
-PROCESS_MEMORY = 500e6  # bytes that a process needs beside the replay memory, roughly: libraries, games, batches
+ACTOR_MEMORY = 500e6  # bytes that an actor process needs, roughly: its libraries, games and chunks
+BATCH_COPIES = 30  # times the observations of a batch that an update needs, roughly: floats, activations, gradients
 SPARE = 1.04  # room of the memory per transition of its capacity, which is exceeded between two removals
 
 
@@ -220,9 +221,9 @@ def fit_replay(args: Any, space: spaces.Box) -> None:
     """
     if args.replay_device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--replay-device cuda: no CUDA device is available")
-    free = free_memory(args.replay_device)
-    if args.replay_device == "cpu":
-        free = max(0, free - (args.n_actors + 1) * PROCESS_MEMORY)
+    batch_bytes = args.batch_size * math.prod(space.shape) * space.dtype.itemsize
+    other = BATCH_COPIES * batch_bytes + (args.n_actors * ACTOR_MEMORY if args.replay_device == "cpu" else 0)
+    free = max(0, free_memory(args.replay_device) - other)
     n_envs = args.n_actors * args.envs_per_actor
     least = n_envs * 2 * (args.chunk_size + args.n_step + STACK)
     needed = max(least, args.learning_starts, args.batch_size)
@@ -235,10 +236,10 @@ def fit_replay(args: Any, space: spaces.Box) -> None:
     if args.capacity is None:
         args.capacity = fitting(2_000_000, 0.8 * free)
         if args.capacity < needed:
-            room = f"{free / 1e9:.1f} GB are free, enough for {args.capacity} transitions"
+            room = f"{free / 1e9:.1f} GB are free for it, enough for {args.capacity} transitions"
             raise UsageError(f"--capacity: {room}; at least {needed} are needed")
     elif args.capacity > (fits := fitting(args.capacity, free)):
-        need = f"{replay_bytes(space, args) / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
+        need = f"{replay_bytes(space, args) / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free for it"
         hint = f"--capacity {fits} fits" if fits >= needed else f"{fits} would fit, at least {needed} are needed"
         raise UsageError(f"--capacity {args.capacity}: it needs {need}; {hint}")
     check_range(args, "capacity", 1)

@@ -1,7 +1,7 @@
-"""What every trainer has around its algorithm: flags, run directory, checkpoints, progress, signals, evaluation.
+"""What every trainer has around its algorithm: the command line, run directory, checkpoints, progress, evaluation.
 
-A trainer's `Args` has at least env_id, env_kwargs, total_steps, seed, run_dir, checkpoint_interval, resume,
-evaluate, eval_episodes and record; `script` is the trainer's name.
+A trainer's `Args` has at least env_id, env_kwargs, preset, total_steps, seed, run_dir, checkpoint_interval, resume,
+evaluate, eval_episodes, record and arch; `script` is the trainer's name.
 """
 
 from __future__ import annotations

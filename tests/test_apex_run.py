@@ -359,8 +359,9 @@ def test_threads_of_the_learner(
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Says how many bytes are free, besides what actors need."""
-    monkeypatch.setattr(common.replay, "PROCESS_MEMORY", 0)
+    """Says how many bytes are free, besides what actors and updates need."""
+    monkeypatch.setattr(common.replay, "ACTOR_MEMORY", 0)
+    monkeypatch.setattr(common.replay, "BATCH_COPIES", 0)
     return lambda n: monkeypatch.setattr(common.replay, "free_memory", lambda device: n)
 
 
@@ -451,7 +452,7 @@ def test_capacity_that_does_not_fit(
     memory(1e9)
     monkeypatch.setattr(apex, "Replay", None)
     line = refused("--capacity", "2000000", "--n-actors", "4")
-    assert "--capacity 2000000" in line and "14.7 GB" in line and "1.0 GB are free" in line
+    assert "--capacity 2000000" in line and "14.7 GB" in line and "1.0 GB are free for it" in line
     fits = int(re.search(r"--capacity (\d+) fits", line)[1])
     assert 120_000 < fits < 1e9 / 7056
     assert parse("--capacity", fits, "--n-actors", "4", "--run-dir", "r").capacity == fits
@@ -464,15 +465,22 @@ def test_no_capacity_is_named_that_is_too_small(
 ) -> None:
     memory(free)
     line = refused("--capacity", "60000", "--n-actors", "4")
-    assert re.search(r"0\.4 GB of memory, 0\.[03] GB are free; \d+ would fit, at least 50000 are needed", line)
+    assert re.search(r"0\.4 GB of memory, 0\.[03] GB are free for it; \d+ would fit, at least 50000 are needed", line)
 
 
 def test_actors_need_memory_too(monkeypatch: pytest.MonkeyPatch, memory: Callable[[float], None]) -> None:
-    """And the learner, beside the replay memory."""
-    memory(5e9)
+    memory(4e9)
     alone = parse("--n-actors", "4", "--run-dir", "r").capacity
-    monkeypatch.setattr(common.replay, "PROCESS_MEMORY", 5e8)
+    monkeypatch.setattr(common.replay, "ACTOR_MEMORY", 5e8)
     assert parse("--n-actors", "4", "--run-dir", "s").capacity == pytest.approx(alone / 2, rel=0.05)
+
+
+def test_updates_need_memory_too(monkeypatch: pytest.MonkeyPatch, memory: Callable[[float], None]) -> None:
+    memory(6e9)
+    monkeypatch.setattr(common.replay, "BATCH_COPIES", 100)  # of 1,000 stacks of 28,224 bytes
+    few = parse("--batch-size", "1", "--run-dir", "r").capacity
+    many = parse("--batch-size", "1000", "--run-dir", "s").capacity
+    assert (few - many) * 7056 * 1.04 == pytest.approx(0.8 * 999 * 28_224 * 100, rel=0.02)
 
 
 def test_capacity_that_fits_in_vectors(refused: Callable[..., str], memory: Callable[[float], None]) -> None:
@@ -489,7 +497,7 @@ def test_capacity_that_fits_in_vectors(refused: Callable[..., str], memory: Call
 def test_too_little_memory_for_any_default(refused: Callable[..., str], memory: Callable[[float], None]) -> None:
     memory(1e7)
     assert re.search(
-        r"--capacity: 0.0 GB are free, enough for 10\d\d transitions; at least 50000 are needed", refused()
+        r"--capacity: 0.0 GB are free for it, enough for 10\d\d transitions; at least 50000 are needed", refused()
     )
 
 
@@ -1138,18 +1146,26 @@ def test_parameters_are_published_on_request_and_fetched_once() -> None:
     assert line.links[0].fetch(late) and same(late, [p + 2 for p in theta])
 
 
-def test_an_actor_plays_with_parameters_from_after_its_request() -> None:
+@pytest.mark.parametrize(
+    ("interval", "expected"),
+    [
+        (1, [-1, -1, 1, 1, 3, 3, 5, 5, 7, 7, 9, 9]),  # a request that has not been answered yet stands
+        (2, [-1, -1, -1, 2, 2, 4, 4, 6, 6, 8, 8, 10]),
+        (4, [-1, -1, -1, -1, -1, 4, 4, 4, 4, 8, 8, 8]),
+    ],
+)
+def test_an_actor_plays_with_parameters_from_after_its_request(interval: int, expected: list[int]) -> None:
     """With the actor's order of calls, a request and a fetch, the learner's answer comes a little later."""
     line, own = Line(n_parameters=1), [torch.zeros(1)]
     line.actors.publish([torch.tensor([-1.0])])
     played = []
     for t in range(12):
-        if t % 4 == 0:
+        if t % interval == 0:
             line.links[0].request()
         line.links[0].fetch(own)
         played.append(own[0].item())
         line.actors.publish([torch.tensor([float(t)])])  # the learner after step t
-    assert played == [-1, -1, -1, -1, -1, 4, 4, 4, 4, 8, 8, 8]
+    assert played == expected
 
 
 def test_a_request_is_answered_whatever_is_published_meanwhile() -> None:
@@ -1553,5 +1569,5 @@ def test_training_on_cuda(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_memory_of_the_device_counts(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 2 * 10**9))
-    assert "1.0 GB are free" in refused("--replay-device", "cuda", "--capacity", "2000000")
+    assert "1.0 GB are free for it" in refused("--replay-device", "cuda", "--capacity", "2000000")
     assert 100_000 < parse("--replay-device", "cuda", "--run-dir", "r").capacity < 120_000

@@ -476,8 +476,9 @@ def test_global_step_is_the_sum_of_all_counts() -> None:
     assert b.global_step == 21 and not b.go_on()
 
 
-def test_the_end_does_not_wait_for_a_pause() -> None:
+def test_the_end_does_not_wait_for_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     (worker,) = make_workers(1, total_steps=2)
+    monkeypatch.setattr(common.hogwild, "time", None)  # nothing to sleep with
     worker.flags[common.hogwild.PAUSE] = 1
     count(worker)
     assert not worker.ended and not worker.parked[0]

@@ -527,13 +527,19 @@ def test_death_after_the_last_step_is_told_and_replaces_nobody() -> None:
     assert all("ValueError: too late" in line for line in told)
 
 
-@pytest.mark.parametrize(("states", "seconds"), [(["dead"], 0), (["dead", "parked"], 0), (["hangs", "parked"], 10)])
+@pytest.mark.parametrize(
+    ("states", "seconds"),
+    [(["dead"], 0), (["dead", "parked"], 0), (["hangs", "parked"], 10), (["acts", "parked"], 28), (["acts"] * 2, 28)],
+)
 def test_quiet_waits_for_nobody_for_ever(states: list[str], seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that only sleeping turns."""
+    """On a clock that only sleeping turns. What acts takes two more steps of 9 s each, and hangs."""
     clock = SimpleNamespace(now=100.0)
 
     def sleep(seconds: float) -> None:
         clock.now += seconds
+        for index, state in enumerate(states):
+            if state == "acts":
+                team.counts[index] = min(2, int((clock.now - start) / 9))
         team.parked[[state == "parked" for state in states]] = team.flags[common.hogwild.PAUSE]
 
     monkeypatch.setattr(common.hogwild, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))

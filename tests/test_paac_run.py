@@ -363,6 +363,17 @@ def test_parameters_that_overflow(
     assert len(stderr.splitlines()) == 1 and any(word in stderr for word in ("finite", "nan", "inf")), stderr
 
 
+def test_memory_of_the_gpu_that_is_exhausted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train(args: paac.Args, checkpoint: dict | None) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(paac, "train", train)
+    assert run(*BANDIT, "--run-dir", "r") == 1
+    assert capfd.readouterr().err == "paac.py: CUDA out of memory.\n"
+
+
 def test_kill_in_the_midst_of_writing_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     code = """
 import os, signal, sys, torch, paac

@@ -27,6 +27,12 @@ def blocks(source: str) -> dict[str, str]:
     return found
 
 
+def blocks_of_class(source: str, name: str) -> dict[str, str]:
+    """The text of every method of a class."""
+    (found,) = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name]
+    return {node.name: ast.get_source_segment(source, node) for node in found.body if isinstance(node, ast.FunctionDef)}
+
+
 def differing_blocks(sources: dict[str, str], may_differ: set[str]) -> list[str]:
     """`block: file a, file b` for each block that two files have under one name with different text."""
     first: dict[str, tuple[str, str]] = {}
@@ -99,6 +105,13 @@ def test_families_have_more_in_common(names: list[str], equal: set[str]) -> None
     sources = {name: (ROOT / f"{name}.py").read_text() for name in names}
     assert all(equal <= blocks(source).keys() for source in sources.values())
     assert differing_blocks(sources, MAY_DIFFER - equal) == []
+
+
+def test_both_batched_actor_critics_sample_alike() -> None:
+    """The classes differ, in their networks; these methods are the same."""
+    methods = [blocks_of_class((ROOT / f"{name}.py").read_text(), "ActorCritic") for name in ("paac", "ppo_batch")]
+    for name in ("forward", "sample", "log_prob_and_entropy"):
+        assert methods[0][name] == methods[1][name]
 
 
 @pytest.mark.parametrize("name", TRAINERS)
