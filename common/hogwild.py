@@ -196,8 +196,8 @@ def pick_n_processes(args: Any, checkpoint: dict | None) -> int:
         UsageError: the checkpoint has optimizers of its own for another number.
     """
     own = args.optimizer != "shared-rmsprop"
-    if checkpoint and own and args.n_processes != checkpoint["args"]["n_processes"]:
-        raise UsageError(f"--n-processes {args.n_processes}: the run has statistics of another number of processes")
+    if checkpoint and own and args.n_processes != (n := checkpoint["args"]["n_processes"]):
+        raise UsageError(f"--n-processes {args.n_processes}: the run has statistics for {n} processes")
     return n_cores() if args.n_processes is None else args.n_processes
 
 

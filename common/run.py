@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 import warnings
+import zipfile
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -214,6 +215,12 @@ def free_memory(device: str) -> float:
         used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         cache = int(used["inactive_file"])  # given back when it is needed
         free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()) + cache)
+    with contextlib.suppress(OSError, ValueError, ImportError):  # the limit of a process, `ulimit -v`
+        from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
+
+        if (limit := getrlimit(RLIMIT_AS)[0]) != RLIM_INFINITY:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            free.append(limit - used)
     return min(free)
 
 
@@ -288,8 +295,11 @@ def load_checkpoint(script: str, flag: str, run_dir: str) -> dict:
     if not path.is_file():
         raise UsageError(f"{flag} {run_dir}: it holds no checkpoint.pt")
     try:
+        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
+            if damaged := archive.testzip():
+                raise ValueError(damaged)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        writer, keys = checkpoint.get("script"), set(checkpoint)
+        writer, keys = checkpoint["script"], set(checkpoint)
     except Exception as error:
         raise UsageError(f"{flag} {run_dir}: checkpoint.pt is damaged or not a checkpoint") from error
     if writer != script:

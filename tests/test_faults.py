@@ -322,6 +322,14 @@ def cut(size: float) -> Damage:
     return Damage(lambda path, state: os.truncate(path, int(size * path.stat().st_size)), "checkpoint.pt is damaged")
 
 
+def flip(path: Path, state: dict) -> None:
+    """64 bytes in the middle, where the numbers are."""
+    data = bytearray(path.read_bytes())
+    middle = slice(len(data) // 2, len(data) // 2 + 64)
+    data[middle] = bytes(255 - byte for byte in data[middle])
+    path.write_bytes(data)
+
+
 def without(part: str) -> Damage:
     def do(path: Path, state: dict) -> None:
         torch.save({key: value for key, value in state.items() if not key.startswith(part)}, path)
@@ -346,6 +354,8 @@ DAMAGES = {
         lambda path, state: path.write_bytes(pickle.dumps(state | {"returns": Payload(path)})),
         "checkpoint.pt is damaged",
     ),
+    "flipped bytes": Damage(flip, "checkpoint.pt is damaged"),
+    "something else": Damage(lambda path, state: torch.save({"a": 1}, path), "checkpoint.pt is damaged or not a check"),
     "another version": Damage(
         lambda path, state: torch.save(state | {"args": state["args"] | {"from_the_future": 1}}, path),
         "it is from another version of",

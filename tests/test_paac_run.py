@@ -521,6 +521,15 @@ def test_free_memory(limit: str | None, free: int, tmp_path: Path, monkeypatch: 
     assert common.run.free_memory("cpu") == free
 
 
+def test_free_memory_of_a_process_with_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/statm").write_text("700 600 500 400 0 300 0\n")
+    monkeypatch.setattr(common.run, "Path", lambda path: tmp_path / path.lstrip("/"))
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (9_000_000, resource.RLIM_INFINITY))
+    assert common.run.free_memory("cpu") == 9_000_000 - 700 * os.sysconf("SC_PAGE_SIZE")
+
+
 def test_free_memory_where_nothing_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common.run, "Path", lambda path: tmp_path / path.lstrip("/"))
     assert common.run.free_memory("cpu") == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
