@@ -132,6 +132,7 @@ def picture(env_id: str, results: dict[str, list[Result]], path: Path, window: f
                     grid, *bootstrap_interval(curves, interquartile_mean), color=line.get_color(), alpha=0.2
                 )
     axes[0].set(xlabel="agent steps", ylabel="return of training episodes", xlim=(0, None))
+    axes[0].locator_params(axis="x", nbins=5)
     axes[1].set(xlabel="seconds", xlim=(0, None))
     axes[1].legend(title="trainer (seeds)", loc="upper left", bbox_to_anchor=(1.01, 1))
     figure.suptitle(f"{env_id}: interquartile mean over seeds, 95 % bootstrap interval")
