@@ -1,11 +1,12 @@
 """Curves and tables from the CSVs of benchmarks/learning.py.
 
     python benchmarks/plot.py results/small                         # pictures beside the CSVs, the table on the screen
-    python benchmarks/plot.py results/small --readme README.md      # and into the README, between its two marks
+    python benchmarks/plot.py results/small --readme README.md results/README.md       # and into these, between marks
 
 A picture for each task: the return of training episodes against steps and against seconds, for each trainer the
 interquartile mean over its seeds and its 95 % bootstrap interval (Agarwal et al. 2021). The table has the same of the
 evaluations at the end, and beside them what was published for the task; results/README.md says under which protocol.
+It goes between <!-- begin small --> and <!-- end small -->, a short one of the means between `scores of small`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import tyro
 
-from benchmarks.learning import file_name
+from benchmarks.learning import TRAINERS, file_name
 
 RESAMPLES = 2000
 PONG = "PongNoFrameskip-v4"
@@ -43,8 +44,8 @@ PUBLISHED = {
 class Args:
     folder: tyro.conf.Positional[Path]
     """where the CSVs are and the pictures go"""
-    readme: Path | None = None
-    """file whose table of this folder is replaced"""
+    readme: tuple[Path, ...] = ()
+    """files whose tables of this folder are replaced"""
     window: float = 0.05
     """a curve is averaged over the episodes of this share of the run"""
 
@@ -169,12 +170,33 @@ def table(tasks: dict[str, dict[str, list[Result]]]) -> str:
     return "\n".join(lines)
 
 
-def replace_table(text: str, name: str, new: str) -> str:
-    """The text with what stands between its two marks replaced. Raises ValueError where they are missing."""
-    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-    if begin not in text or end not in text:
-        raise ValueError(f"there are no marks {begin} and {end}")
-    return f"{text.split(begin)[0]}{begin}\n{new}\n{end}{text.split(end)[1]}"
+def short_table(tasks: dict[str, dict[str, list[Result]]]) -> str:
+    """Markdown: a line for each trainer, a column for each task; the mean over seeds, the lowest and the highest."""
+    lines = [f"| | {' | '.join(tasks)} |", "|---" * (len(tasks) + 1) + "|"]
+    for trainer in (name for name in TRAINERS if any(name in results for results in tasks.values())):
+        cells = []
+        for results in tasks.values():
+            scores = np.array([run.score for run in results.get(trainer, [])])
+            cell = f"{scores.mean():.1f} (one seed)" if len(scores) else ""
+            if len(scores) > 1:
+                cell = f"{scores.mean():.1f} ({len(scores)} seeds, {scores.min():.1f} to {scores.max():.1f})"
+            cells.append(cell)
+        lines.append(f"| `{trainer}.py` | {' | '.join(cells)} |")
+        published = [PUBLISHED.get((trainer, env_id), "") for env_id in tasks]
+        if any(published):
+            lines.append(f"| published | {' | '.join(published)} |")
+    return "\n".join(lines)
+
+
+def replace_tables(text: str, new: dict[str, str]) -> str:
+    """The text with what stands between the two marks of each name replaced. Raises ValueError if it has none."""
+    marks = {name: (f"<!-- begin {name} -->", f"<!-- end {name} -->") for name in new}
+    marks = {name: pair for name, pair in marks.items() if all(mark in text for mark in pair)}
+    if not marks:
+        raise ValueError(f"there are no marks of {' or '.join(new)}")
+    for name, (begin, end) in marks.items():
+        text = f"{text.split(begin)[0]}{begin}\n{new[name]}\n{end}{text.split(end)[1]}"
+    return text
 
 
 def read_folder(folder: Path) -> dict[str, dict[str, list[Result]]]:
@@ -193,15 +215,15 @@ def main() -> int:
         tasks = read_folder(args.folder)
         if not tasks:
             raise ValueError(f"{args.folder} holds no CSV of benchmarks/learning.py")
-        lines = table(tasks)
-        if args.readme:
-            args.readme.write_text(replace_table(args.readme.read_text(), args.folder.name, lines))
+        new = {args.folder.name: table(tasks), f"scores of {args.folder.name}": short_table(tasks)}
+        for path in args.readme:
+            path.write_text(replace_tables(path.read_text(), new))
     except (ValueError, OSError) as error:
         print(f"plot.py: {error}", file=sys.stderr)
         return 2
     for env_id, results in tasks.items():
         picture(env_id, results, args.folder / f"{file_name(env_id)}.png", args.window)
-    print(lines)
+    print(new[args.folder.name])
     return 0
 
 

@@ -59,11 +59,28 @@ def test_curve_averages_over_the_window_and_interpolates() -> None:
     assert values[1:] == pytest.approx([1.0, 2.0, 3.75, 5.5, 2.75, 0.0])
 
 
-def test_replace_table_leaves_the_rest() -> None:
+def test_replace_tables_leaves_the_rest() -> None:
     text = "before\n<!-- begin small -->\nold\n<!-- end small -->\nafter\n"
-    assert plot.replace_table(text, "small", "new") == "before\n<!-- begin small -->\nnew\n<!-- end small -->\nafter\n"
-    with pytest.raises(ValueError, match="begin other"):
-        plot.replace_table(text, "other", "new")
+    after = "before\n<!-- begin small -->\nnew\n<!-- end small -->\nafter\n"
+    assert plot.replace_tables(text, {"small": "new", "scores of small": "absent"}) == after
+    with pytest.raises(ValueError, match="no marks of other"):
+        plot.replace_tables(text, {"other": "new"})
+
+
+@pytest.mark.parametrize(
+    ("path", "mark"),
+    [
+        ("README.md", "scores of small"),
+        ("README.md", "scores of mujoco"),
+        ("results/README.md", "small"),
+        ("results/README.md", "mujoco"),
+        ("results/README.md", "mujoco_constant"),
+    ],
+)
+def test_printed_tables_are_those_of_the_csvs(path: str, mark: str) -> None:
+    tasks, text = plot.read_folder(ROOT / "results" / mark.split()[-1]), (ROOT / path).read_text()
+    new = plot.short_table(tasks) if mark.startswith("scores") else plot.table(tasks)
+    assert plot.replace_tables(text, {mark: new}) == text
 
 
 @pytest.mark.parametrize("name", ["small", "pixels", "mujoco", "atari"])
@@ -214,7 +231,16 @@ def test_pictures_and_table(tmp_path: Path, capsys: pytest.CaptureFixture, monke
     assert (tmp_path / "Task-v0.png").stat().st_size > 10_000
     assert "| Task-v0 | `paac.py` | 9 | 1.5 | 5.0 [2.5, 7.5] | 5.0 ± 2.5 | 7.5, 2.5 |  |" in readme.read_text()
     swimmer = plot.Result({"evaluation": json.dumps(EVALUATION), "seconds": "60"}, *np.ones((3, 1)))
+    lower = plot.Result({"evaluation": json.dumps(EVALUATION | {"mean": 2.5})}, *np.ones((3, 1)))
     assert plot.table({"Swimmer-v5": {"ppo_batch": [swimmer]}}).endswith("| 7.5 | 7.5 | 7.5 | 125 ± 11 |")
+    tasks = {"Swimmer-v5": {"ppo_batch": [swimmer], "a3c": [lower]}, "Task-v0": {"ppo_batch": [swimmer, lower]}}
+    assert plot.short_table(tasks).splitlines() == [
+        "| | Swimmer-v5 | Task-v0 |",
+        "|---|---|---|",
+        "| `a3c.py` | 2.5 (one seed) |  |",
+        "| `ppo_batch.py` | 7.5 (one seed) | 5.0 (2 seeds, 2.5 to 7.5) |",
+        "| published | 125 ± 11 |  |",
+    ]
     monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path / "none")])
     assert plot.main() == 2
     assert "holds no CSV" in capsys.readouterr().err
