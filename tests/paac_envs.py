@@ -216,6 +216,25 @@ class VectorCue(gym.Env):
         return self.cue, -4 * float(np.square(action[0] - self.cue[0])), True, False, {}
 
 
+class Corridor(gym.Env):
+    """Six cells in a row, the second is the start. The left end earns 0.2 at once, the right one 1 after four steps."""
+
+    observation_space = spaces.Box(0, 1, (6,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        pass
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        self.cell = 1
+        return np.eye(6, dtype=np.float32)[self.cell], {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.cell += 1 if action == 1 else -1
+        reward = {0: 0.2, 5: 1.0}.get(self.cell, 0.0)
+        return np.eye(6, dtype=np.float32)[self.cell], reward, reward > 0, False, {}
+
+
 class CartPolePositions(gym.ObservationWrapper):
     """CartPole-v1 without the two velocities: they can only be told from observations that lie further back."""
 
@@ -227,5 +246,5 @@ class CartPolePositions(gym.ObservationWrapper):
         return observation[[0, 2]]
 
 
-for env in (Bandit, Plain, Steady, Echo, Walk, Faulty, TwoKeys, PixelCue, VectorCue, CartPolePositions):
+for env in (Bandit, Plain, Steady, Echo, Walk, Faulty, TwoKeys, PixelCue, VectorCue, Corridor, CartPolePositions):
     gym.register(f"{env.__name__}-v0", f"{__name__}:{env.__name__}")
