@@ -174,7 +174,7 @@ class Args:
     gamma: float = 0.99
     """γ, discount per step"""
     max_grad_norm: float = 40.0
-    """threshold of the global gradient norm"""
+    """threshold of the global gradient norm; with 0 nothing is learned"""
     rms_decay: float = 0.95
     """decay of RMSProp's averages g and m per update"""
     rms_eps: float = 1.5e-7

@@ -13,19 +13,20 @@ One policy acts in n_e environments at once. After t_max steps of all of them, o
     python paac.py --evaluate runs/... --record                     # 30 episodes and a GIF
 
 Where the paper and its released code (github.com/Alfredvc/paac) differ or are silent, this file reads:
-- the loss is a sum over t_max (the code's mean times 5) where eq. (10) has a mean, so that α = 0.0007 n_e is A3C's
-  step for each environment;
+- the loss is a sum over t_max where eq. (10) has a mean, so that α = 0.0007 n_e is A3C's step for each environment
+  (the code has the mean times 5, which is the same with t_max = 5);
 - the value loss has the code's coefficient 0.25; eq. (11) has 1;
 - the return is cut at every step where an episode ends (the code), not only at the last one (Alg. 1);
 - RMSProp has ε inside the root and starts from g = 1, as TensorFlow's, which the code used;
 - α falls to zero over N_max (the code; the paper does not say);
 - N_max, β and the clipping threshold are the paper's with `--preset paper`, the code's with `--preset code`.
 
-Departures: a time limit does not cut the return, it bootstraps from V of the final observation; games start with 0 to
-30 no-ops (the code), the paper says 1 to 30. The paper has no vectors and no continuous actions: the MLP, its running
-normalisation, the Gaussian (its [-1, 1] stretched to the bounds of the actions) and the presets `vector` and
-`continuous` are ours. Everything is float32, but for convolutions on CUDA, which PyTorch computes in TF32 unless told
-otherwise, and for `--bfloat16`.
+Departures: a time limit does not cut the return, it bootstraps from V of the final observation. Games start with 0 to
+30 no-ops (the code), the paper says 1 to 30, and with a stack of one frame and black ones; they are cut after half an
+hour, and ALE makes them grey and small (common/atari.py). The paper has no vectors and no continuous actions: the MLP,
+its running normalisation, the Gaussian (its [-1, 1] stretched to the bounds of the actions) and the presets `vector`
+and `continuous` are ours. Everything is float32, but for convolutions on CUDA, which PyTorch computes in TF32 unless
+told otherwise, and for `--bfloat16`.
 """
 
 from __future__ import annotations
@@ -80,8 +81,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Vectors, ours: rewards of any size, and tasks that are learned in minutes.
     "vector": {"total_steps": 1_000_000, "n_envs": 16, "clip_rewards": False, "reward_scale": 0.1},
 }
-# Box actions: the weight of a Gaussian's entropy is that of Mnih et al. 2016, sec. 9; the rest found on Pendulum.
+# Box actions: the weight of a Gaussian's entropy is that of Mnih et al. 2016, sec. 9; the rest found on Pendulum,
+# which wants --entropy-coef 0.01 even so.
 PRESETS["continuous"] = PRESETS["vector"] | {"entropy_coef": 1e-4, "gamma": 0.95, "t_max": 20, "value_coef": 1.0}
+
+# What the forward pass of one observation keeps for the backward pass; of vectors the normalised ones as well.
+KEPT_BYTES = {"nips": 160_256, "nature": 211_968, "mlp": 1_024}
 
 
 @dataclass
@@ -130,7 +135,7 @@ class Args:
     value_coef: float = 0.25
     """weight of the squared value error"""
     max_grad_norm: float = 40.0
-    """threshold of the global gradient norm"""
+    """threshold of the global gradient norm; with 0 nothing is learned"""
     rms_decay: float = 0.99
     """decay of RMSProp's mean square g per update"""
     rms_eps: float = 0.1
@@ -333,8 +338,9 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                 outputs.append(output)
                 values.append(value)
                 actions.append(action)
+                # l. 7-10
                 next_obs, reward, terminated, truncated, info = envs.step(to_env(action, envs.single_action_space))
-                obs = to_device(next_obs, device)  # l. 7-10
+                obs = to_device(next_obs, device)
                 rewards[t] = np.clip(reward, -1, 1) if args.clip_rewards else reward * args.reward_scale
                 dones[t] = terminated | truncated
                 cut = truncated & ~terminated
@@ -384,7 +390,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def make_policy(model: ActorCritic, action_space: gym.Space) -> Policy:
-    """How evaluation plays: actions sampled from π, as the paper's."""
+    """How evaluation plays: actions sampled from π, as in training."""
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
@@ -423,7 +429,7 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     check_range(args, "eval_episodes learning_rate entropy_coef value_coef max_grad_norm reward_scale", 0)
     check_range(args, "rms_eps", 1e-12)
     check_range(args, "gamma rms_decay", 0, 1)
-    check_rollout(args, args.t_max, env.observation_space)
+    check_rollout(args, args.t_max, env.observation_space, KEPT_BYTES[args.arch])
     if checkpoint is None:
         make_run_dir(SCRIPT, args)
     return args, checkpoint

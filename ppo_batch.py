@@ -161,7 +161,7 @@ class Args:
     value_coef: float = 1.0
     """weight of the squared value error"""
     max_grad_norm: float | None = 0.5
-    """threshold of the global gradient norm; None: no clipping"""
+    """threshold of the global gradient norm; None: no clipping; with 0 nothing is learned"""
     adam_eps: float = 1e-5
     """Adam's ε"""
     bootstrap_limits: bool = True

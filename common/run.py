@@ -64,9 +64,9 @@ def run_script(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is wrong with the arguments is said in one line
             args, checkpoint = parse(argv)
+        new_policy = load_policy(args, checkpoint) if checkpoint else None  # or refuses it, before anything is started
         if not args.evaluate:
             return train(args, checkpoint)
-        new_policy = load_policy(args, checkpoint)
         torch.manual_seed(args.seed)
         evaluate_run(script, args, new_policy)
         return 0
@@ -328,6 +328,14 @@ def load_part(name: str, part: Any, checkpoint: dict) -> None:
         raise UsageError(f"{what}: the environment or a flag that shapes the network has changed") from error
 
 
+def all_finite(state: Any) -> bool:
+    """Whether every number in the tensors of a state, dicts and lists within dicts and lists, is finite."""
+    if isinstance(state, Tensor):
+        return not state.is_floating_point() or bool(state.isfinite().all())
+    children = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
+    return all(all_finite(child) for child in children)
+
+
 class _Remembering(io.BufferedWriter):
     """A file that keeps why a write failed: where the disk is full, torch.save says only that something went wrong."""
 
@@ -464,11 +472,15 @@ class Run:
     def save(self) -> None:
         """Write checkpoint.pt beside the old one and rename it, so that a kill at any instant leaves a whole one.
 
-        Raises: OSError: it cannot be written; the old one is still there.
+        Raises: OSError: it cannot be written. FloatingPointError: there is something in it that is not finite.
+        The old one is still there then.
         """
         temporary = self.dir / "checkpoint.pt.tmp"
         try:
             self._write(temporary)
+        except FloatingPointError:
+            temporary.unlink(missing_ok=True)
+            raise
         except (OSError, RuntimeError) as error:
             temporary.unlink(missing_ok=True)
             raise OSError(f"{self.dir}: the checkpoint cannot be written: {error}") from error
@@ -485,8 +497,11 @@ class Run:
                 state |= {"wall_seconds": self.seconds, "returns": list(self.returns)}
                 state |= {"torch_rng": torch.get_rng_state()}
                 state |= {"cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None}
+                states = {name: part.state_dict() for name, part in self.parts.items()}
+                if not all_finite(states):
+                    raise FloatingPointError("the network has numbers that are not finite; they are not saved")
                 try:
-                    torch.save(state | {name: part.state_dict() for name, part in self.parts.items()}, file)
+                    torch.save(state | states, file)
                 except RuntimeError as error:
                     raise file.error or error from None
             file.flush()

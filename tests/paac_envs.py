@@ -109,7 +109,7 @@ class Walk(gym.Env):
         end = kind if self.length == length else ""
         last = float(np.sum(action))
         obs = self._obs(last)
-        reward = 1.7 * np.cos(3 * last + self.length) + 0.5 * self.seed
+        reward = 1.7 * np.cos(3 * last + self.length) + 0.5 * (self.seed % 5)
         if not end:
             self.walk["obs"].append(obs)
         for key, value in (("action", np.array(action)), ("reward", reward), ("end", end), ("final_obs", obs)):

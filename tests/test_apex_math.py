@@ -1197,7 +1197,7 @@ def test_actor_on_vectors(clip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         epsilons, [[0.4**3.8, 0.4**5.2]] * 100, rtol=1e-5
     )  # 2 and 3 of 6: 1 + 7 · 2/5, 1 + 7 · 3/5
     assert sorted(learner.chunks) == [2, 3]
-    reports = []
+    reports, earned = [], []
     for stream, seed in ((2, 1), (3, 2)):
         walk, first, episodes = paac_envs.WALKS[seed], 0, []
         q = [slow_mlp(models[0 if t < 37 else 37].state_dict(), walk["obs"][t]).numpy() for t in range(100)]
@@ -1206,6 +1206,7 @@ def test_actor_on_vectors(clip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             if kind or t == 99:
                 last = slow_mlp(models[0 if t < 37 else 37].state_dict(), walk["final_obs"][t]).numpy()
                 raw = walk["reward"][first : t + 1]
+                earned += raw
                 rewards = [min(1.0, max(-1.0, r)) if clip else 0.6 * r for r in raw]
                 frames = [*walk["obs"][first : t + 1], walk["final_obs"][t]]
                 actions = [int(a) for a in walk["action"][first : t + 1]]
@@ -1231,6 +1232,7 @@ def test_actor_on_vectors(clip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             if transition.next_obs is not None:
                 assert (columns["frames"][position + row["offsets"]] == transition.next_obs).all()
     np.testing.assert_allclose(sorted(learner.reports), sorted(reports), rtol=1e-4)
+    assert min(earned) < -1 and max(earned) > 1  # some are clipped, at both ends, where they are
 
 
 PICTURES: dict[int, dict[str, list]] = {}  # what `Pictures` showed, by the seed of its reset

@@ -363,6 +363,36 @@ def test_parameters_that_overflow(
     assert len(stderr.splitlines()) == 1 and any(word in stderr for word in ("finite", "nan", "inf")), stderr
 
 
+def test_numbers_that_are_not_finite_are_not_saved(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Observations whose squares overflow: the update in which a checkpoint is due leaves the one before it."""
+    flags = [*BANDIT, *SMALL, "--run-dir", "r"]
+    assert run(*flags, "--total-steps", "20") == 0
+    before = (tmp_path / "r" / "checkpoint.pt").read_bytes()
+    capfd.readouterr()
+    update = paac.RunningNorm.update
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paac.RunningNorm, "update", lambda self, x: update(self, torch.rand_like(x) * 1e25))
+        assert run("--resume", "r", "--total-steps", "1000", "--checkpoint-interval", "20") == 1
+    assert capfd.readouterr().err == "paac.py: the network has numbers that are not finite; they are not saved\n"
+    assert (tmp_path / "r" / "checkpoint.pt").read_bytes() == before
+    assert not (tmp_path / "r" / "checkpoint.pt.tmp").exists()
+
+
+@pytest.mark.parametrize("n_workers", ["0", "1"])
+def test_an_environment_of_another_shape_on_resume(
+    n_workers: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before any environment of the run is made."""
+    flags = ["--env-id", "tests.paac_envs:Walk-v0", "--n-envs", "2", "--n-workers", n_workers, "--run-dir", "r"]
+    ends = '"ends": [[3, "terminated"]]'
+    assert run(*flags, "--env-kwargs", f"{{{ends}}}", "--total-steps", "20", "--eval-episodes", "0") == 0
+    monkeypatch.setattr(paac, "make_vec_env", None)
+    capfd.readouterr()
+    other = ["--env-kwargs", f'{{{ends}, "continuous": true}}', "--total-steps", "40"]
+    assert run("--resume", "r", *other) == 2
+    assert "the checkpoint holds another model" in capfd.readouterr().err
+
+
 def test_memory_of_the_gpu_that_is_exhausted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -787,6 +787,8 @@ def test_train_is_batch_ppo(case: str, tmp_path: Path, monkeypatch: pytest.Monke
 
     walks = [paac_envs.WALKS[5], paac_envs.WALKS[6]]
     assert [len(walk["reward"]) for walk in walks] == [15, 15] and len(watch.updates) == 3
+    rewards = walks[0]["reward"] + walks[1]["reward"]
+    assert min(rewards) < -1 and max(rewards) > 1  # some are clipped, at both ends, where they are
     slow = SlowPpo(watch.initial, values | switches, walk["continuous"])
     for k, (seen, rows) in enumerate(zip(watch.updates, watch.rows, strict=True)):
         actions = seen["batch"][1].numpy()

@@ -296,8 +296,13 @@ def test_flags_override_those_of_the_resumed_run(interrupted: Path, monkeypatch:
 def test_a_rollout_must_fit_into_memory(
     trainer: ModuleType, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4 environments, 6 steps, pictures of 4x84x84 bytes, and for ppo_batch.py 2 epochs of indices of 8 bytes."""
-    need = 4 * 6 * (4 * 84 * 84 + (16 if trainer is ppo_batch else 0))
+    """4 environments, 6 steps, pictures of 4x84x84 bytes, and what each needs besides.
+
+    For paac.py the kept forward passes of arch_nips: pictures as floats, 16x20x20, 32x9x9 in both orders, 256. For
+    ppo_batch.py 2 epochs of indices of 8 bytes.
+    """
+    kept = 4 * (4 * 84 * 84 + 16 * 20 * 20 + 2 * 32 * 9 * 9 + 256)
+    need = 4 * 6 * (4 * 84 * 84 + (16 if trainer is ppo_batch else kept))
     flags = SMALL if trainer is ppo_batch else SMALL[:4]
     for free, code in ((need - 1, 2), (need, 0)):
         monkeypatch.setattr(common.run, "free_memory", lambda device, free=free: free)
