@@ -3,7 +3,8 @@
     python benchmarks/curve.py runs/pong-1 runs/pong-2 --out results/paac_pong --title "PAAC, Pong"
 
 writes results/paac_pong_<seed>.csv for each run (step, seconds, episodic_return, SPS: means of the episodes that
-ended since the last point) and results/paac_pong.png with all of them.
+ended since the last point) and results/paac_pong.png with all of them. Such a CSV in the place of a run directory is
+drawn as it is.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import csv
 import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -21,16 +24,23 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 @dataclass
 class Args:
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """run directories, one per seed"""
+    """run directories, or CSVs that end in _<seed>.csv, one per seed"""
     out: Path
     """where to write, without ending"""
     title: str = ""
     """of the picture"""
     points: int = 1000
     """at most this many points a curve; neighbours are averaged"""
+    append: bool = False
+    """go on from the CSV that is there, where a run was resumed from a checkpoint without its events"""
+    window: int = 20
+    """the line is the mean of so many points, which are drawn as dots"""
 
 
-def read_curve(run: Path, points: int) -> list[tuple[int, float, float, float]]:
+Row = tuple[int, float, float, float]
+
+
+def read_curve(run: Path, points: int) -> list[Row]:
     """(step, seconds, episodic return, steps/s) of a run; seconds leave out the pauses between resumed sessions.
 
     None where no episode has ended.
@@ -53,6 +63,19 @@ def read_curve(run: Path, points: int) -> list[tuple[int, float, float, float]]:
     ]
 
 
+def read_csv(path: Path) -> list[Row]:
+    """The rows of a CSV of `main`."""
+    with open(path, newline="") as file:
+        return [(int(row[0]), *map(float, row[1:])) for row in list(csv.reader(file))[1:]]
+
+
+def continued(rows: list[Row], past: list[Row]) -> list[Row]:
+    """The rows of a run up to where it was resumed, and those since then, whose seconds go on from there."""
+    past = [row for row in past if row[0] < rows[0][0]]
+    start = past[-1][1] + (rows[0][0] - past[-1][0]) / rows[0][3] - rows[0][1]
+    return past + [(row[0], start + row[1], *row[2:]) for row in rows]
+
+
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     import matplotlib
@@ -62,14 +85,24 @@ def main() -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
     for run in args.runs:
-        seed = json.loads((run / "args.json").read_text())["seed"]
-        rows = read_curve(run, args.points)
-        with open(f"{args.out}_{seed}.csv", "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["step", "seconds", "episodic_return", "SPS"])
-            writer.writerows((step, round(time, 1), round(score, 3), round(sps)) for step, time, score, sps in rows)
-        axes[0].plot([row[0] / 1e6 for row in rows], [row[2] for row in rows], label=f"seed {seed}")
-        axes[1].plot([row[1] / 3600 for row in rows], [row[2] for row in rows])
+        if run.suffix == ".csv":
+            seed, rows = int(run.stem.rpartition("_")[2]), read_csv(run)
+        else:
+            seed, rows = json.loads((run / "args.json").read_text())["seed"], read_curve(run, args.points)
+            if not rows:
+                sys.exit(f"curve.py: {run}: no episode has ended")
+            path = Path(f"{args.out}_{seed}.csv")
+            rows = continued(rows, read_csv(path)) if args.append else rows
+            with open(path, "w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(["step", "seconds", "episodic_return", "SPS"])
+                writer.writerows((step, round(time, 1), round(score, 3), round(sps)) for step, time, score, sps in rows)
+        returns = np.array([row[2] for row in rows])
+        n = min(args.window, len(returns))
+        means = np.convolve(returns, np.ones(n), "valid") / n  # of the last n points
+        for axis, x in ((axes[0], [row[0] / 1e6 for row in rows]), (axes[1], [row[1] / 3600 for row in rows])):
+            (line,) = axis.plot(x[n - 1 :], means, label=f"seed {seed}")
+            axis.plot(x, returns, ".", markersize=2, alpha=0.3, color=line.get_color())
     axes[0].set_xlabel("million agent steps")
     axes[1].set_xlabel("hours")
     axes[0].set_ylabel("return of training episodes")

@@ -39,6 +39,8 @@ PUBLISHED = {
     ("apex", PONG): "20.9",  # the paper
 }
 
+STYLES = ("C0-", "C1-", "C2-", "C3--", "C4-.", "C5-", "C9-")  # of the trainers, the same in every picture
+
 
 @dataclass
 class Args:
@@ -121,18 +123,20 @@ def picture(env_id: str, results: dict[str, list[Result]], path: Path, window: f
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
     for trainer, runs in results.items():
+        style = STYLES[TRAINERS.index(trainer)]
         for axis, column in zip(axes, ("steps", "seconds"), strict=True):
             end = min(getattr(run, column)[-1] for run in runs)  # where the first of the seeds ends
             grid = np.linspace(0, end, 200)
             curves = np.stack([curve(getattr(run, column), run.returns, grid, window * end) for run in runs])
             known = ~np.isnan(curves).any(axis=0)
             grid, curves = grid[known], curves[:, known]
-            (line,) = axis.plot(grid, interquartile_mean(curves), label=f"{trainer} ({len(runs)})")
+            (line,) = axis.plot(grid, interquartile_mean(curves), style, label=f"{trainer} ({len(runs)})")
             if len(runs) > 1:
                 axis.fill_between(
                     grid, *bootstrap_interval(curves, interquartile_mean), color=line.get_color(), alpha=0.2
                 )
     axes[0].set(xlabel="agent steps", ylabel="return of training episodes", xlim=(0, None))
+    axes[0].xaxis.set_major_formatter(lambda x, position: f"{x:,.0f}")
     axes[0].locator_params(axis="x", nbins=5)
     axes[1].set(xlabel="seconds", xlim=(0, None))
     axes[1].legend(title="trainer (seeds)", loc="upper left", bbox_to_anchor=(1.01, 1))

@@ -90,7 +90,7 @@ def plot(args: Args, rows: list[tuple[int, int, float, float]]) -> None:
         means = [np.mean([row[column] for row in rows if row[0] == n]) for n in args.counts]
         axis.plot(args.counts, means, "-")
         what = PARALLEL[args.trainer].removeprefix("--n-")
-        axis.set(xscale="log", xlabel=what, ylabel=f"{name} to {args.goal:g}")
+        axis.set(xscale="log", xlabel=what, ylabel=f"{name} to a return of {args.goal:g}")
         axis.set_ylim(bottom=0)
         axis.set_xticks(args.counts, [str(n) for n in args.counts])
         axis.minorticks_off()

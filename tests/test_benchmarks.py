@@ -16,7 +16,7 @@ import pytest
 
 import common.hogwild
 import common.run
-from benchmarks import catch, learning, plot, scaling, throughput
+from benchmarks import catch, curve, learning, plot, scaling, throughput
 from tests.helpers import wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,6 +57,14 @@ def test_curve_averages_over_the_window_and_interpolates() -> None:
     # means at the x: 1, (1 + 3) / 2, (3 + 8) / 2, 0
     assert np.isnan(values[0])
     assert values[1:] == pytest.approx([1.0, 2.0, 3.75, 5.5, 2.75, 0.0])
+
+
+def test_a_curve_goes_on_from_its_csv(tmp_path: Path) -> None:
+    """The run was resumed at step 250: what the CSV has of later steps is gone; 50 steps at 5 a second are 10 s."""
+    path = tmp_path / "run_1.csv"
+    path.write_text("step,seconds,episodic_return,SPS\n100,20,-3.5,5\n200,40,-2,5\n300,60,-1,5\n")
+    rows = curve.continued([(250, 7.0, 1.5, 5.0), (350, 17.0, 2.0, 10.0)], curve.read_csv(path))
+    assert rows == [(100, 20, -3.5, 5), (200, 40, -2, 5), (250, 50, 1.5, 5), (350, 60, 2, 10)]
 
 
 def test_replace_tables_leaves_the_rest() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +60,26 @@ def test_command_is_taken(
         assert Path(args.run_dir).is_dir()
     else:
         tyro.cli(importlib.import_module(name.replace("/", ".")).Args, args=flags)
+
+
+def test_the_environment_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the command that names it."""
+    (code,) = re.findall(r"```python\n# my_package.py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "my_package.py").write_text(code)
+    (command,) = [c for c in commands((ROOT / "README.md").read_text()) if "my_package:" in c]
+    program, *flags = shlex.split(command)
+    monkeypatch.chdir(tmp_path)
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    flags += ["--total-steps", "160", "--n-workers", "1", "--eval-episodes", "2"]
+    result = subprocess.run(
+        [sys.executable, str(ROOT / program), *flags],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "2 episodes: " in result.stdout
 
 
 def test_files_that_the_readmes_name_exist() -> None:
