@@ -128,6 +128,8 @@ def read_run(script: str, argv: list[str] | None, args: Any, fixed: tuple[str, .
     if args.evaluate and not (args.eval_episodes or args.record):
         raise UsageError("--eval-episodes 0: without --record there is nothing to do")
     for name in ("env_id", "run_dir", *fixed):
+        if getattr(args, name) == "auto":
+            setattr(args, name, getattr(past, name))
         if getattr(args, name) != getattr(past, name):
             raise UsageError(f"{flag_and_value(args, name)}: {flag} {folder} has {getattr(past, name)}")
     if args.resume and checkpoint["step"] >= args.total_steps:

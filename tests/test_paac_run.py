@@ -15,10 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
 
 import common.run
 import paac
@@ -144,6 +147,49 @@ def test_uneven_shares(tmp_path: Path) -> None:
     assert summary(tmp_path / "r")["episodes"] == 132
 
 
+def test_time_limits_of_atari_games(monkeypatch: pytest.MonkeyPatch) -> None:
+    """V of the last screen of a game that was cut is where its return goes on. θ stays, so that it can be looked up."""
+    seen: dict[str, list] = {"final_values": [], "final_obs": []}
+
+    class Watched(gym.vector.VectorWrapper):
+        def step(self, actions: np.ndarray) -> tuple:
+            obs, reward, terminated, truncated, info = self.env.step(actions)
+            assert not terminated.any()
+            seen["final_obs"] += [(i, info["final_obs"][i].copy()) for i in np.flatnonzero(truncated)]
+            return obs, reward, terminated, truncated, info
+
+    def watched_returns(rewards: Tensor, dones: Tensor, final_values: Tensor, *rest: Any) -> Tensor:
+        assert (final_values[~dones] == 0).all()
+        seen["final_values"] += [(i, final_values[t, i].item()) for t, i in dones.nonzero().tolist()]
+        return returns(rewards, dones, final_values, *rest)
+
+    returns, make = paac.n_step_returns, paac.make_vec_env
+    monkeypatch.setattr(paac, "n_step_returns", watched_returns)
+    monkeypatch.setattr(paac, "make_vec_env", lambda *arguments: Watched(make(*arguments)))
+    kwargs = '{"max_num_frames_per_episode": 60}'
+    flags = [
+        "--n-envs",
+        "3",
+        "--n-workers",
+        "1",
+        "--total-steps",
+        "150",
+        "--eval-episodes",
+        "0",
+        "--learning-rate",
+        "0",
+    ]
+    assert (
+        run("--env-id", "PongNoFrameskip-v4", "--env-kwargs", kwargs, *flags, "--device", "cpu", "--run-dir", "r") == 0
+    )
+    model = paac.ActorCritic(gym.spaces.Box(0, 255, (4, 84, 84), np.uint8), gym.spaces.Discrete(6), "nips")
+    model.load_state_dict(checkpoint(Path("r"))["model"])
+    assert len(seen["final_obs"]) >= 3
+    for (i, obs), (j, value) in zip(seen["final_obs"], seen["final_values"], strict=True):
+        assert i == j and value == pytest.approx(model(torch.from_numpy(obs)[None])[1].item(), abs=1e-5)
+    assert len({value for _, value in seen["final_values"]}) > 1  # the games differ
+
+
 def test_gif_of_an_atari_game(tmp_path: Path) -> None:
     kwargs = '{"max_num_frames_per_episode": 400}'  # 100 steps
     flags = ["--n-envs", "2", "--n-workers", "1", "--total-steps", "20", "--eval-episodes", "0"]
@@ -235,15 +281,15 @@ def test_resume_can_go_on_beyond_the_first_end(tmp_path: Path) -> None:
     assert checkpoint(tmp_path / "r")["updates"] == 4
 
 
-@pytest.mark.parametrize("preset", ["paper", "code"])
-def test_a_preset_beside_resume_is_not_ignored(preset: str, interrupted: Path) -> None:
-    """It overrides the run's constants, as every flag does, or it is refused."""
-    code = run("--resume", interrupted, "--preset", preset, "--total-steps", "60")
+@pytest.mark.parametrize(("preset", "code"), [("paper", 2), ("vector", 0), ("auto", 0)])
+def test_a_preset_beside_resume_is_that_of_the_run(
+    preset: str, code: int, interrupted: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    capfd.readouterr()
+    assert run("--resume", interrupted, "--preset", preset, "--arch", "auto", "--total-steps", "60") == code
     args = json.loads((interrupted / "args.json").read_text())
-    if code == 0:
-        assert args["reward_scale"] == 1.0 and args["clip_rewards"] is True
-    else:
-        assert code == 2 and args["preset"] == "vector"
+    assert (args["preset"], args["arch"]) == ("vector", "mlp")
+    assert ("--preset paper: --resume" in capfd.readouterr().err) == (code == 2)
 
 
 def test_resume_of_a_complete_run_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
