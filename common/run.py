@@ -40,6 +40,7 @@ from common.vec_env import WorkerError, find_spec, make_env, make_vec_env, n_cor
 PRINT_INTERVAL = 30  # seconds between two lines where there is no terminal for a progress bar
 MAX_EPISODE_STEPS = 27_000  # where an evaluated episode is cut if nothing else ends it: half an hour of Atari
 MAX_FRAMES = 3000  # of a GIF
+LARGEST = 3e38  # number on the command line: float32 ends at 3.4e38
 
 Policy = Callable[[np.ndarray], np.ndarray]  # observations (n, ...) → actions as the environments take them
 
@@ -64,15 +65,21 @@ def run_script(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is wrong with the arguments is said in one line
             args, checkpoint = parse(argv)
-        new_policy = load_policy(args, checkpoint) if checkpoint else None  # or refuses it, before anything is started
+        new_policy = None
+        if checkpoint:  # or refuse it, before anything is started
+            try:
+                new_policy = load_policy(args, checkpoint)
+            except UsageError as error:
+                raise UsageError(f"{'--evaluate' if args.evaluate else '--resume'} {args.run_dir}: {error}") from error
         if not args.evaluate:
             return train(args, checkpoint)
         torch.manual_seed(args.seed)
         evaluate_run(script, args, new_policy)
         return 0
     except (UsageError, WorkerError, FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-        print(f"{script}.py: {str(error) or 'out of memory'}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
+        usage, text = isinstance(error, UsageError), str(error) or "out of memory"
+        print(f"{script}.py: {' '.join(text.split()) if usage else text}", file=sys.stderr)
+        return 2 if usage else 1
     except KeyboardInterrupt:  # before training has begun, or while --evaluate plays
         return 130
 
@@ -84,12 +91,12 @@ def read_flags(argv: list[str] | None, default: Any, description: str) -> Any:
     """The command line by tyro, into a copy of the dataclass `default`.
 
     Raises:
-        UsageError: tyro refuses it; with the first sentence of its box.
+        UsageError: tyro refuses it; with the first sentence of its box. A folder has no name.
     """
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
-            return tyro.cli(type(default), args=argv, default=default, description=description)
+            args = tyro.cli(type(default), args=argv, default=default, description=description)
     except SystemExit as error:
         if not error.code:
             raise  # --help
@@ -97,6 +104,10 @@ def read_flags(argv: list[str] | None, default: Any, description: str) -> Any:
         if not lines[0].strip("-"):  # below the title, where the box is drawn in ASCII
             lines.pop(0)
         raise UsageError(" ".join(itertools.takewhile(lambda line: line.strip("─-"), lines))) from None
+    for name in ("run_dir", "resume", "evaluate"):
+        if getattr(args, name) == "":  # a variable of a shell that is not set
+            raise UsageError(f"--{name.replace('_', '-')} '': a folder is needed")
+    return args
 
 
 def read_preset(argv: list[str] | None, args: Any, presets: dict[str, dict[str, Any]], auto: str, text: str) -> Any:
@@ -179,12 +190,11 @@ def pick_arch(args: Any, space: spaces.Box, default: str) -> str:
     return arch
 
 
-def check_range(args: Any, names: str, low: float, high: float = math.inf) -> None:
+def check_range(args: Any, names: str, low: float, high: float = LARGEST) -> None:
     """Raises UsageError where one of the flags is not finite or lies outside [low, high]."""
     for name in names.split():
-        if not (math.isfinite(getattr(args, name)) and low <= getattr(args, name) <= high):
-            end = f"{high}]" if math.isfinite(high) else "inf)"
-            raise UsageError(f"{flag_and_value(args, name)}: it must lie in [{low}, {end}")
+        if not low <= getattr(args, name) <= high:  # nor NaN
+            raise UsageError(f"{flag_and_value(args, name)}: it must lie in [{low}, {high}]")
 
 
 def flag_and_value(args: Any, name: str) -> str:
@@ -325,7 +335,7 @@ def load_part(name: str, part: Any, checkpoint: dict) -> None:
         if isinstance(part, torch.optim.Optimizer):
             state = state | {"param_groups": part.state_dict()["param_groups"]}
         part.load_state_dict(state)
-    except (KeyError, RuntimeError, ValueError) as error:
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
         what = f"the checkpoint holds another {name}"
         raise UsageError(f"{what}: the environment or a flag that shapes the network has changed") from error
 
@@ -569,7 +579,9 @@ def evaluate_run(
     result, path = None, Path(args.run_dir) / "summary.json"
     if args.eval_episodes and (result := evaluate(args, new_policy(), stopped)):
         print("{episodes} episodes: {mean:.2f} ± {std:.2f}, from {min:.2f} to {max:.2f}".format(**result), flush=True)
-        summary = json.loads(path.read_text()) if path.exists() else {"script": script, "env_id": args.env_id}
+        summary = {"script": script, "env_id": args.env_id}
+        with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or what somebody made of it
+            summary |= json.loads(path.read_text())
         write_json(path, summary | {"eval": result})
     if args.record:
         record(args, new_policy(), stopped)
