@@ -48,7 +48,7 @@ def test_command_is_taken(
 ) -> None:
     """The flags exist, their values are allowed, and the environment can be made. Nothing is trained."""
     monkeypatch.chdir(tmp_path)  # the run directory
-    program, *flags = shlex.split(command)
+    program, *flags = shlex.split(command.replace("results/", f"{ROOT}/results/"))
     for env_id, package in OPTIONAL.items():
         if env_id in flags:
             pytest.importorskip(package)
