@@ -85,7 +85,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 # which wants --entropy-coef 0.01 even so.
 PRESETS["continuous"] = PRESETS["vector"] | {"entropy_coef": 1e-4, "gamma": 0.95, "t_max": 20, "value_coef": 1.0}
 
-# What the forward pass of one observation keeps for the backward pass; of vectors the normalised ones as well.
+# What the forward pass of one observation keeps for the backward pass in float32, besides a normalised vector.
 KEPT_BYTES = {"nips": 160_256, "nature": 211_968, "mlp": 1_024}
 
 

@@ -43,7 +43,7 @@ Row = tuple[int, float, float, float]
 def read_curve(run: Path, points: int) -> list[Row]:
     """(step, seconds, episodic return, steps/s) of a run; seconds leave out the pauses between resumed sessions.
 
-    None where no episode has ended.
+    Empty where no episode has ended.
     """
     events = EventAccumulator(str(run), size_guidance={"scalars": 0})
     events.Reload()

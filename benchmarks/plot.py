@@ -39,7 +39,7 @@ PUBLISHED = {
     ("apex", PONG): "20.9",  # the paper
 }
 
-STYLES = ("C0-", "C1-", "C2-", "C3--", "C4-.", "C5-", "C9-")  # of the trainers, the same in every picture
+STYLES = dict(zip(TRAINERS, ("C0-", "C1-", "C2-", "C3--", "C4-.", "C5-", "C9-"), strict=True))  # in every picture
 
 
 @dataclass
@@ -123,14 +123,13 @@ def picture(env_id: str, results: dict[str, list[Result]], path: Path, window: f
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
     for trainer, runs in results.items():
-        style = STYLES[TRAINERS.index(trainer)]
         for axis, column in zip(axes, ("steps", "seconds"), strict=True):
             end = min(getattr(run, column)[-1] for run in runs)  # where the first of the seeds ends
             grid = np.linspace(0, end, 200)
             curves = np.stack([curve(getattr(run, column), run.returns, grid, window * end) for run in runs])
             known = ~np.isnan(curves).any(axis=0)
             grid, curves = grid[known], curves[:, known]
-            (line,) = axis.plot(grid, interquartile_mean(curves), style, label=f"{trainer} ({len(runs)})")
+            (line,) = axis.plot(grid, interquartile_mean(curves), STYLES[trainer], label=f"{trainer} ({len(runs)})")
             if len(runs) > 1:
                 axis.fill_between(
                     grid, *bootstrap_interval(curves, interquartile_mean), color=line.get_color(), alpha=0.2

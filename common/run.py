@@ -72,6 +72,7 @@ def run_script(
             except UsageError as error:
                 raise UsageError(f"{'--evaluate' if args.evaluate else '--resume'} {args.run_dir}: {error}") from error
         if not args.evaluate:
+            new_policy = None  # it holds a network that training does not need
             return train(args, checkpoint)
         torch.manual_seed(args.seed)
         evaluate_run(script, args, new_policy)
@@ -139,7 +140,7 @@ def read_run(script: str, argv: list[str] | None, args: Any, fixed: tuple[str, .
     if args.evaluate and not (args.eval_episodes or args.record):
         raise UsageError("--eval-episodes 0: without --record there is nothing to do")
     for name in ("env_id", "run_dir", *fixed):
-        if getattr(args, name) == "auto":
+        if getattr(args, name) == "auto":  # what it was when the run began
             setattr(args, name, getattr(past, name))
         if getattr(args, name) != getattr(past, name):
             raise UsageError(f"{flag_and_value(args, name)}: {flag} {folder} has {getattr(past, name)}")
@@ -490,13 +491,11 @@ class Run:
         temporary = self.dir / "checkpoint.pt.tmp"
         try:
             self._write(temporary)
-        except FloatingPointError:
-            temporary.unlink(missing_ok=True)
-            raise
+            temporary.replace(self.dir / "checkpoint.pt")
         except (OSError, RuntimeError) as error:
-            temporary.unlink(missing_ok=True)
             raise OSError(f"{self.dir}: the checkpoint cannot be written: {error}") from error
-        temporary.replace(self.dir / "checkpoint.pt")
+        finally:
+            temporary.unlink(missing_ok=True)
         self.saved_step = self.step
 
     def _write(self, temporary: Path) -> None:

@@ -1,7 +1,7 @@
 """Every trainer, with its own processes, learns a task whose larger reward comes late.
 
 Each has a smaller task of its own in its own file, whose episodes are one step; here what follows an action has to
-travel back through bootstrapped values.
+travel back through bootstrapped values: rollouts are two steps long, the way to the reward is four.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ FLAGS = ["--env-id", "tests.paac_envs:Corridor-v0", "--gamma", "0.9", "--reward-
 GREEDY = ["--epsilon-finals", "0", "--epsilon-probs", "1", "--epsilon-steps", "4000", "--target-interval", "100"]
 RANDOM = ["--epsilon", "1", "--epsilon-alpha", "0"]
 CASES = {
-    "paac": ["--n-workers", "0", "--total-steps", "40000"],
-    "a3c": ["--n-processes", "1", "--total-steps", "6000"],
+    "paac": ["--n-workers", "0", "--total-steps", "40000", "--t-max", "2"],
+    "a3c": ["--n-processes", "1", "--total-steps", "6000", "--t-max", "2"],
     "async_q": ["--n-processes", "1", "--total-steps", "6000", *GREEDY],
-    "nstep_q": ["--n-processes", "1", "--total-steps", "6000", *GREEDY],
+    "nstep_q": ["--n-processes", "1", "--total-steps", "6000", "--t-max", "2", *GREEDY],
     "sarsa": ["--n-processes", "1", "--total-steps", "6000", *GREEDY],
-    "ppo_batch": ["--n-workers", "0", "--total-steps", "12000"],
+    "ppo_batch": ["--n-workers", "0", "--total-steps", "20000", "--t-max", "32", "--gae-lambda", "0"],
     # With the rewards of three steps, all but the first of a policy that explores, Q would not be Q*.
     "apex": ["--n-actors", "1", "--total-steps", "12000", "--n-step", "1", "--target-interval", "50", *RANDOM],
 }

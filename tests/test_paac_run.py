@@ -167,21 +167,9 @@ def test_time_limits_of_atari_games(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paac, "n_step_returns", watched_returns)
     monkeypatch.setattr(paac, "make_vec_env", lambda *arguments: Watched(make(*arguments)))
     kwargs = '{"max_num_frames_per_episode": 60}'
-    flags = [
-        "--n-envs",
-        "3",
-        "--n-workers",
-        "1",
-        "--total-steps",
-        "150",
-        "--eval-episodes",
-        "0",
-        "--learning-rate",
-        "0",
-    ]
-    assert (
-        run("--env-id", "PongNoFrameskip-v4", "--env-kwargs", kwargs, *flags, "--device", "cpu", "--run-dir", "r") == 0
-    )
+    flags = ["--n-envs", "3", "--n-workers", "1", "--total-steps", "150", "--learning-rate", "0", "--device", "cpu"]
+    flags += ["--eval-episodes", "0", "--run-dir", "r"]
+    assert run("--env-id", "PongNoFrameskip-v4", "--env-kwargs", kwargs, *flags) == 0
     model = paac.ActorCritic(gym.spaces.Box(0, 255, (4, 84, 84), np.uint8), gym.spaces.Discrete(6), "nips")
     model.load_state_dict(checkpoint(Path("r"))["model"])
     assert len(seen["final_obs"]) >= 3
@@ -424,19 +412,27 @@ def test_numbers_that_are_not_finite_are_not_saved(tmp_path: Path, capfd: pytest
     assert not (tmp_path / "r" / "checkpoint.pt.tmp").exists()
 
 
-@pytest.mark.parametrize("n_workers", ["0", "1"])
 def test_an_environment_of_another_shape_on_resume(
-    n_workers: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refused before any environment of the run is made."""
-    flags = ["--env-id", "tests.paac_envs:Walk-v0", "--n-envs", "2", "--n-workers", n_workers, "--run-dir", "r"]
+    flags = ["--env-id", "tests.paac_envs:Walk-v0", "--n-envs", "2", "--n-workers", "0", "--run-dir", "r"]
     ends = '"ends": [[3, "terminated"]]'
     assert run(*flags, "--env-kwargs", f"{{{ends}}}", "--total-steps", "20", "--eval-episodes", "0") == 0
     monkeypatch.setattr(paac, "make_vec_env", None)
     capfd.readouterr()
     other = ["--env-kwargs", f'{{{ends}, "continuous": true}}', "--total-steps", "40"]
     assert run("--resume", "r", *other) == 2
-    assert "the checkpoint holds another model" in capfd.readouterr().err
+    assert capfd.readouterr().err.startswith("paac.py: --resume r: the checkpoint holds another model: ")
+
+
+@pytest.mark.parametrize("content", ["{bad", "[1]", "3"])
+def test_a_damaged_summary_is_written_anew(content: str, tmp_path: Path) -> None:
+    assert run(*BANDIT, *SMALL, "--total-steps", "20", "--run-dir", "r") == 0
+    (tmp_path / "r" / "summary.json").write_text(content)
+    assert run("--evaluate", "r", "--eval-episodes", "2") == 0
+    result = summary(tmp_path / "r")
+    assert (result["script"], result["eval"]["episodes"]) == ("paac", 2)
 
 
 def test_memory_of_the_gpu_that_is_exhausted(
