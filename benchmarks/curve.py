@@ -1,10 +1,11 @@
 """Learning curves as CSV and picture, from the TensorBoard events of run directories.
 
-    python benchmarks/curve.py runs/pong-1 runs/pong-2 --out results/paac_pong --title "PAAC, Pong"
+    python benchmarks/curve.py runs/pong-1 runs/pong-2 --out results/paac_pong --title "PAAC, Pong" \
+        --header "command: python paac.py --n-envs 32" "commit: 2ac81d4" "machine: two cores of an AMD EPYC"
 
-writes results/paac_pong_<seed>.csv for each run (step, seconds, episodic_return, SPS: means of the episodes that
-ended since the last point) and results/paac_pong.png with all of them. Such a CSV in the place of a run directory is
-drawn as it is.
+writes results/paac_pong_<seed>.csv for each run (the header as comments, then step, seconds, episodic_return, SPS:
+means of the episodes that ended since the last point) and results/paac_pong.png with all of them. Such a CSV in the
+place of a run directory is drawn as it is.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class Args:
     """run directories, or CSVs that end in _<seed>.csv, one per seed"""
     out: Path
     """where to write, without ending"""
+    header: tuple[str, ...] = ()
+    """what a reader needs to run it again, a line each; with --append after the lines that are there"""
     title: str = ""
     """of the picture"""
     points: int = 1000
@@ -63,15 +66,18 @@ def read_curve(run: Path, points: int) -> list[Row]:
     ]
 
 
-def read_csv(path: Path) -> list[Row]:
-    """The rows of a CSV of `main`."""
-    with open(path, newline="") as file:
-        return [(int(row[0]), *map(float, row[1:])) for row in list(csv.reader(file))[1:]]
+def read_csv(path: Path) -> tuple[list[str], list[Row]]:
+    """The header and the rows of a CSV of `main`."""
+    lines = path.read_text().splitlines()
+    header = [line[2:] for line in lines if line.startswith("# ")]
+    return header, [(int(row[0]), *map(float, row[1:])) for row in csv.reader(lines[len(header) + 1 :])]
 
 
 def continued(rows: list[Row], past: list[Row]) -> list[Row]:
     """The rows of a run up to where it was resumed, and those since then, whose seconds go on from there."""
     past = [row for row in past if row[0] < rows[0][0]]
+    if not past:
+        return rows
     start = past[-1][1] + (rows[0][0] - past[-1][0]) / rows[0][3] - rows[0][1]
     return past + [(row[0], start + row[1], *row[2:]) for row in rows]
 
@@ -86,15 +92,18 @@ def main() -> None:
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
     for run in args.runs:
         if run.suffix == ".csv":
-            seed, rows = int(run.stem.rpartition("_")[2]), read_csv(run)
+            seed, (_, rows) = int(run.stem.rpartition("_")[2]), read_csv(run)
         else:
             seed, rows = json.loads((run / "args.json").read_text())["seed"], read_curve(run, args.points)
             if not rows:
                 sys.exit(f"curve.py: {run}: no episode has ended")
-            path = Path(f"{args.out}_{seed}.csv")
-            rows = continued(rows, read_csv(path)) if args.append else rows
+            path, header = Path(f"{args.out}_{seed}.csv"), list(args.header)
+            if args.append:
+                past_header, past = read_csv(path)
+                header, rows = past_header + header, continued(rows, past)
             with open(path, "w", newline="") as file:
-                writer = csv.writer(file)
+                file.writelines(f"# {line}\n" for line in header)
+                writer = csv.writer(file, lineterminator="\n")
                 writer.writerow(["step", "seconds", "episodic_return", "SPS"])
                 writer.writerows((step, round(time, 1), round(score, 3), round(sps)) for step, time, score, sps in rows)
         returns = np.array([row[2] for row in rows])

@@ -161,6 +161,8 @@ def trainer_rate(args: Args, name: str, n_envs: int, arch: str, split: bool) -> 
         torch.set_num_threads(threads)
         for key, original in originals.items():
             setattr(trainer, key, original)
+    if len(marks) < 2:
+        raise RuntimeError(f"{name} ended before {args.seconds:g} s could be measured; marks: {marks}")
     (start, first), (end, last) = marks
     shares = {part: seconds / (end - start) for part, seconds in timer.seconds.items()}
     shares["learning" if trainer is paac else "acting"] = 1 - sum(shares.values())

@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import itertools
 import json
 import re
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch.utils.tensorboard import SummaryWriter
 
 import common.hogwild
 import common.run
@@ -62,9 +64,40 @@ def test_curve_averages_over_the_window_and_interpolates() -> None:
 def test_a_curve_goes_on_from_its_csv(tmp_path: Path) -> None:
     """The run was resumed at step 250: what the CSV has of later steps is gone; 50 steps at 5 a second are 10 s."""
     path = tmp_path / "run_1.csv"
-    path.write_text("step,seconds,episodic_return,SPS\n100,20,-3.5,5\n200,40,-2,5\n300,60,-1,5\n")
-    rows = curve.continued([(250, 7.0, 1.5, 5.0), (350, 17.0, 2.0, 10.0)], curve.read_csv(path))
+    lines = ["# commit: a", "# seed: 1", "step,seconds,episodic_return,SPS", "100,20,-3.5,5", "200,40,-2,5", "300,60,-1,5"]
+    path.write_text("\n".join(lines) + "\n")
+    header, past = curve.read_csv(path)
+    assert header == ["commit: a", "seed: 1"]
+    rows = curve.continued([(250, 7.0, 1.5, 5.0), (350, 17.0, 2.0, 10.0)], past)
     assert rows == [(100, 20, -3.5, 5), (200, 40, -2, 5), (250, 50, 1.5, 5), (350, 60, 2, 10)]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*_[0-9].csv")), ids=lambda path: path.stem)
+def test_a_kept_curve_says_how_to_make_it_again(path: Path) -> None:
+    header, rows = curve.read_csv(path)
+    assert [line.split(": ")[0] for line in header][:3] == ["command", "commit", "machine"]
+    assert len(rows) > 1 and all(a[0] < b[0] and a[1] < b[1] for a, b in itertools.pairwise(rows))
+
+
+def test_curve_of_a_run_and_of_what_it_became(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run, then the piece after its resumption at step 300, which is appended to the CSV."""
+    for name, steps in (("first", (100, 200, 300)), ("second", (300, 400))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "args.json").write_text('{"seed": 7}')
+        with SummaryWriter(str(tmp_path / name)) as writer:
+            for i, step in enumerate(steps):
+                writer.add_scalar("charts/SPS", 10.0, step, walltime=1000 + 10 * i)
+                writer.add_scalar("charts/episodic_return", step / 100, step, walltime=1000 + 10 * i)
+    out, path = tmp_path / "out", tmp_path / "out_7.csv"
+    flags = {"first": ["--header", "command: a"], "second": ["--append", "--header", "resumed: b"]}
+    for name in flags:
+        monkeypatch.setattr(sys, "argv", ["curve.py", str(tmp_path / name), "--out", str(out), *flags[name]])
+        curve.main()
+    header, rows = curve.read_csv(path)
+    assert header == ["command: a", "resumed: b"]
+    assert [row[0] for row in rows] == [100, 200, 300, 400] and [row[2] for row in rows] == [1, 2, 3, 4]
+    assert rows[1][1] == 20 and out.with_suffix(".png").stat().st_size > 1000
+    assert curve.continued(rows, []) == rows
 
 
 def test_replace_tables_leaves_the_rest() -> None:
