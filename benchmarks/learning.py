@@ -136,7 +136,7 @@ def suite(name: str, seeds: Sequence[int], cores: int) -> list[Job]:
     return [job(*task, seed, cores) for seed in seeds for task in tasks]
 
 
-def provenance(a_job: Job) -> dict[str, str]:
+def provenance(command: list[str]) -> dict[str, str]:
     """What a reader needs to run it again: command, commit, packages, machine."""
     git, commit = ["git", "-C", str(ROOT)], ""
     with contextlib.suppress(FileNotFoundError):  # no git
@@ -146,7 +146,7 @@ def provenance(a_job: Job) -> dict[str, str]:
     versions = [f"python {platform.python_version()}"]
     versions += [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
     return {
-        "command": f"python {shlex.join(a_job.command())}",
+        "command": f"python {shlex.join(command)}",
         "commit": commit or "unknown",
         "packages": ", ".join(versions),
         "machine": machine(),
@@ -182,7 +182,7 @@ def start(a_job: Job, run_dir: Path) -> subprocess.Popen | None:
         else:
             if run_dir.exists():  # stopped before its first checkpoint
                 shutil.rmtree(run_dir)
-            run_dir.with_suffix(".json").write_text(json.dumps(provenance(a_job), indent=2))
+            run_dir.with_suffix(".json").write_text(json.dumps(provenance(a_job.command()), indent=2))
             arguments = [*a_job.command(), "--run-dir", str(run_dir)]
         environment = os.environ | ({"OMP_NUM_THREADS": "1"} if a_job.cores == 1 else {})
         options: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": log, "stderr": log}

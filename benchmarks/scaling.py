@@ -7,7 +7,7 @@
 What is counted is environments (paac.py, ppo_batch.py, whose N·T stays the same), processes (the asynchronous four) or
 actors (apex.py). The goal is a mean return of the last 100 training episodes, and seconds begin when the run directory
 is there, so that they hold the start of processes. Runs follow one another, alone on the machine; writes OUT.csv and
-OUT.png, with NaN for a run that ends before it gets there.
+OUT.png, with NaN for a run that ends before it gets there. What OUT.csv has already is drawn, and not run again.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import tyro
 
-from benchmarks.learning import HOGWILD, Trainer
+from benchmarks.learning import HOGWILD, Trainer, provenance
 from common.run import Run
 
 PARALLEL = {"paac": "--n-envs", "ppo_batch": "--n-envs", "apex": "--n-actors"} | dict.fromkeys(HOGWILD, "--n-processes")
+
+
+Row = tuple[int, int, float, float]  # count, seed, steps, seconds
 
 
 @dataclass
@@ -78,7 +81,22 @@ def to_goal(args: Args, count: int, seed: int) -> tuple[float, float]:
     return reached[0] if reached else (math.nan, math.nan)
 
 
-def plot(args: Args, rows: list[tuple[int, int, float, float]]) -> None:
+def command(args: Args) -> list[str]:
+    """What is measured, as flags; the counts and seeds that have run are in the rows."""
+    flags = ["--trainer", args.trainer, "--env-id", args.env_id, "--goal", f"{args.goal:g}"]
+    flags += ["--max-steps", str(args.max_steps)]
+    return ["benchmarks/scaling.py", *flags, *(["--flags", args.flags] if args.flags else [])]
+
+
+def read_csv(path: Path) -> tuple[list[str], list[Row]]:
+    """The header and the rows of a CSV of `main`; none where there is no file."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    header = [line for line in lines if line.startswith("# ")]
+    rows = csv.reader(lines[len(header) + 1 :])
+    return header, [(int(row[0]), int(row[1]), float(row[2]), float(row[3])) for row in rows]
+
+
+def plot(args: Args, rows: list[Row]) -> None:
     import matplotlib
 
     matplotlib.use("agg")
@@ -87,12 +105,14 @@ def plot(args: Args, rows: list[tuple[int, int, float, float]]) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5))
     for axis, column, name in ((axes[0], 2, "agent steps"), (axes[1], 3, "seconds")):
         axis.plot([row[0] for row in rows], [row[column] for row in rows], "o", alpha=0.5)
-        means = [np.mean([row[column] for row in rows if row[0] == n]) for n in args.counts]
-        axis.plot(args.counts, means, "-")
-        what = PARALLEL[args.trainer].removeprefix("--n-")
+        counts = sorted({row[0] for row in rows})
+        means = [np.mean([row[column] for row in rows if row[0] == n]) for n in counts]  # NaN where one run is
+        axis.plot(counts, means, "-")
+        what = PARALLEL[args.trainer].removeprefix("--n-").replace("envs", "environments")
+        axis.axhline(0, linewidth=0)  # nothing to see: zero counts where the limits are set
         axis.set(xscale="log", xlabel=what, ylabel=f"{name} to a return of {args.goal:g}")
         axis.set_ylim(bottom=0)
-        axis.set_xticks(args.counts, [str(n) for n in args.counts])
+        axis.set_xticks(counts, [str(n) for n in counts])
         axis.minorticks_off()
     figure.suptitle(f"{args.trainer}.py, {args.env_id}")
     figure.tight_layout()
@@ -101,13 +121,21 @@ def plot(args: Args, rows: list[tuple[int, int, float, float]]) -> None:
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
-    rows = []
+    path, now = args.out.with_suffix(".csv"), provenance(command(args))
+    header, rows = read_csv(path)
+    header = header or [f"# {key}: {value}" for key, value in now.items()]
+    if header[0] != f"# command: {now['command']}":
+        sys.exit(f"scaling.py: {path} is of another {header[0][2:]}")
+    there = {row[:2] for row in rows}
     for seed in args.seeds:
         for count in args.counts:
+            if (count, seed) in there:
+                continue
             rows.append((count, seed, *to_goal(args, count, seed)))
             print("{} {}, seed {}: {:,.0f} steps, {:.1f} s".format(PARALLEL[args.trainer], *rows[-1]), flush=True)
-            with open(args.out.with_suffix(".csv"), "w", newline="") as file:  # a run that is stopped keeps what it has
-                csv.writer(file).writerows([("count", "seed", "steps", "seconds"), *rows])
+            with open(path, "w", newline="") as file:  # a run that is stopped keeps what it has
+                file.writelines(f"{line}\n" for line in header)
+                csv.writer(file, lineterminator="\n").writerows([("count", "seed", "steps", "seconds"), *rows])
     plot(args, rows)
 
 

@@ -21,6 +21,7 @@ import common.run
 from benchmarks import catch, curve, learning, plot, scaling, throughput
 from tests.helpers import wait_for
 
+HEADER = ["# command", "# commit", "# packages", "# machine"]
 ROOT = Path(__file__).resolve().parent.parent
 EVALUATION = {"episodes": 30, "mean": 7.5, "std": 1.0, "min": 5.0, "max": 9.0}
 
@@ -344,14 +345,24 @@ def test_scaling_of_a_run_that_fails_is_no_measurement(
     assert named in capsys.readouterr().err
 
 
-def test_scaling_writes_rows_and_a_picture(
+def test_scaling_writes_rows_and_a_picture_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(scaling, "to_goal", lambda args, count, seed: (1000.0 * seed, 8.0 / count))
-    flags = ["--goal", "3", "--out", str(tmp_path / "s"), "--trainer", "a3c", "--counts", "1", "4", "--seeds", "1", "2"]
-    monkeypatch.setattr(sys, "argv", ["scaling.py", *flags])
-    scaling.main()
-    rows = (tmp_path / "s.csv").read_text().split()
-    assert rows == ["count,seed,steps,seconds", "1,1,1000.0,8.0", "4,1,1000.0,2.0", "1,2,2000.0,8.0", "4,2,2000.0,2.0"]
+    flags = ["--goal", "3", "--out", str(tmp_path / "s"), "--trainer", "a3c", "--counts", "1", "4"]
+    for seeds, new in (["1"], ["1,1", "4,1"]), (["1", "2"], ["1,2", "4,2"]):
+        monkeypatch.setattr(sys, "argv", ["scaling.py", *flags, "--seeds", *seeds])
+        scaling.main()
+        printed = capsys.readouterr().out
+        assert printed.splitlines() == [
+            f"--n-processes {n}, seed {seed}: {seed},000 steps, {8 / int(n):.1f} s"
+            for n, seed in (x.split(",") for x in new)
+        ]
+    lines = (tmp_path / "s.csv").read_text().splitlines()
+    rows = ["count,seed,steps,seconds", "1,1,1000.0,8.0", "4,1,1000.0,2.0", "1,2,2000.0,8.0", "4,2,2000.0,2.0"]
+    assert lines[-5:] == rows and [line.split(": ")[0] for line in lines[:-5]] == HEADER
+    assert "--trainer a3c" in lines[0] and "--goal 3" in lines[0]
     assert (tmp_path / "s.png").stat().st_size > 5_000
-    assert "--n-processes 4, seed 2: 2,000 steps, 2.0 s" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["scaling.py", *flags, "--goal", "4"])
+    with pytest.raises(SystemExit, match=r"s\.csv is of another command: .*--goal 3"):
+        scaling.main()
