@@ -526,6 +526,10 @@ class Run:
         try:
             if kind is None or issubclass(kind, WorkerError):  # after any other failure the parameters may be damaged
                 self._finish()
+        except (FloatingPointError, OSError) as last:  # the checkpoint could not be written
+            if error is None:
+                raise
+            raise WorkerError(f"{error}\n{last}") from error
         finally:
             self.bar.close()
             self.writer.close()

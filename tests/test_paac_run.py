@@ -412,6 +412,18 @@ def test_numbers_that_are_not_finite_are_not_saved(tmp_path: Path, capfd: pytest
     assert not (tmp_path / "r" / "checkpoint.pt.tmp").exists()
 
 
+def test_a_failed_environment_is_named_where_nothing_can_be_saved_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def save(self: common.run.Run) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(common.run.Run, "save", save)
+    assert run(*faulty("raise", 0, tmp_path / "r"), "--checkpoint-interval", "1000") == 1
+    stderr = capfd.readouterr().err
+    assert "environment 2" in stderr and stderr.endswith("the disk is full\n") and "above" not in stderr
+
+
 def test_an_environment_of_another_shape_on_resume(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
