@@ -325,6 +325,7 @@ def actor_learner(
     optimizer = optimizers[index % len(optimizers)]
     torch.manual_seed(env_seed(args.seed, start, index))
     envs = make_vec_env(args.env_id, 1, 0, json.loads(args.env_kwargs))  # one environment: n = 1 from here on
+    worker.at_end.callback(envs.close)
     model = ActorCritic(envs.single_observation_space, envs.single_action_space, args.arch, args.lstm)
     parameters, shared_parameters = list(model.parameters()), list(shared_model.parameters())  # θ′, θ
     obs, states = to_sequence(envs.reset(seed=env_seed(args.seed, start, index, 1))[0]), model.initial_states
@@ -375,7 +376,6 @@ def actor_learner(
                 "charts/learning_rate": optimizer.param_groups[0]["lr"],
             }
         )
-    envs.close()
 
 
 def train(args: Args, checkpoint: dict | None = None) -> int:
@@ -449,9 +449,9 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
         args = read_preset(argv, args, PRESETS, auto, __doc__)
     args.arch = pick_arch(args, env.observation_space, "nips")
     args.n_processes = pick_n_processes(args, checkpoint)
-    check_range(args, "total_steps checkpoint_interval n_processes t_max", 1)
+    check_range(args, "total_steps checkpoint_interval t_max", 1)
     check_range(args, "seed", 0, 2**64 - 1)
-    check_range(args, "eval_episodes learning_rate entropy_coef value_coef max_grad_norm reward_scale", 0)
+    check_range(args, "learning_rate entropy_coef value_coef max_grad_norm reward_scale", 0)
     check_range(args, "rms_eps", 1e-12)
     check_range(args, "gamma rms_decay", 0, 1)
     if checkpoint is None:

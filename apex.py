@@ -361,6 +361,7 @@ def actor(link: Link, args: Args) -> None:
     torch.manual_seed(env_seed(args.seed, link.start, index))
     envs = make_vec_env(args.env_id, n, int(is_atari(find_spec(args.env_id))), json.loads(args.env_kwargs))
     envs = RecordEpisodeStatistics(envs)
+    link.at_end.callback(envs.close)
     space = envs.single_observation_space
     model = QNetwork(space, envs.single_action_space, args.arch, args.bfloat16)
     parameters = list(model.parameters())
@@ -523,12 +524,13 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     args.arch = pick_arch(args, env.observation_space, "nature")
     if args.n_actors is None:
         args.n_actors = max(1, n_cores() - 1 if device.type == "cuda" else n_cores() // 2)
-    check_range(args, "total_steps checkpoint_interval n_actors envs_per_actor fetch_interval", 1)
+    check_range(args, "total_steps checkpoint_interval envs_per_actor fetch_interval", 1)
+    check_range(args, "n_actors", 1, 1024)
     if args.learner_threads is not None:
         check_range(args, "learner_threads", 1, 1024)
     check_range(args, "learning_starts trim_interval batch_size target_interval", 1)
     check_range(args, "seed", 0, 2**64 - 1)
-    check_range(args, "eval_episodes learning_rate max_grad_norm reward_scale epsilon_alpha", 0)
+    check_range(args, "learning_rate max_grad_norm reward_scale epsilon_alpha", 0)
     check_range(args, "rms_eps priority_eps", 1e-12)
     check_range(args, "gamma rms_decay epsilon eval_epsilon priority_alpha priority_beta", 0, 1)
     if args.replay_ratio is not None:

@@ -19,12 +19,12 @@ Where the sources differ or are silent, this file reads:
 - a process draws its final ε once, from {0.1, 0.01, 0.5} with probabilities {0.4, 0.3, 0.3};
 - the error is squared as it stands, no Huber loss and no clipping of the error; sums are sums, not means;
 - α = 0.0007, ε = 0.1 inside the root, g from 0 and a clipping threshold of 40 are those of a3c.py;
-- the gradients of the 5 steps are taken together when they are applied, not one after each step: between its own
-  updates a process does not change θ, so for one process that is the same, and the others' updates are not missed;
 - a process goes on counting its 5 steps where an episode ends, as the pseudocode does;
 - an evaluated episode is played with ε = 0.05 on images and greedily on vectors; the paper does not say.
-Departures: a time limit does not cut the return, it bootstraps from the final observation; losing a life does not end
-an episode; 0 to 30 no-ops. The paper has no vectors: the MLP and the preset `vector` are ours.
+Departures: the gradients of the 5 steps are taken together, on θ as it is at the update, not each on the θ of its step:
+alike for one process, which does not change θ in between; a time limit does not cut the return, it bootstraps from the
+final observation; losing a life does not end an episode; 0 to 30 no-ops. The paper has no vectors: the MLP and the
+preset `vector` are ours.
 A process that starts, after --resume too, draws from a random stream of its own: (seed, process, T).
 """
 
@@ -257,47 +257,50 @@ def actor_learner(
     optimizer, epsilon_final = optimizers[index % len(optimizers)], draw_epsilon_final(args, index)
     torch.manual_seed(env_seed(args.seed, start, index))
     envs = make_vec_env(args.env_id, 1, 0, json.loads(args.env_kwargs))  # one environment: n = 1 from here on
+    worker.at_end.callback(envs.close)
     parameters, target_parameters = list(model.parameters()), list(target_model.parameters())  # θ, θ⁻
     obs = torch.from_numpy(envs.reset(seed=env_seed(args.seed, start, index, 1))[0])
-    observations, actions, targets, t = [], [], [], 0  # since the last update; steps of this process
+    t = 0  # steps of this process
     while worker.go_on():
-        epsilon = epsilon_at(epsilon_final, worker.global_step, args.epsilon_steps)
-        with torch.no_grad():
-            action = epsilon_greedy(model(obs), epsilon)  # θ as it is now
-        observations.append(obs)
-        actions.append(action)
-        next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
-        obs, done = torch.from_numpy(next_obs), bool(terminated[0] or truncated[0])
-        with torch.no_grad():
-            next_q_values = target_model(torch.from_numpy(np.stack(info["final_obs"])) if done else obs)[0]
-        r = learned_reward(float(reward[0]), args)
-        targets.append(one_step_target(r, bool(terminated[0]), next_q_values, args.gamma))
-        worker.count_step(reward[0], done)  # T ← T + 1
-        t += 1
-        if worker.crossed(args.target_interval):
-            sync(target_parameters, parameters)  # θ⁻ ← θ
-        if t % args.update_interval == 0 or done:
-            # Σ (y - Q(s, a; θ))² over the steps since the last update, again on θ as it is now
-            q_values = model(torch.cat(observations)).gather(1, torch.stack(actions)).squeeze(1)
-            squares = (torch.tensor(targets) - q_values).square()
-            for p in parameters:
-                p.grad = None
-            squares.sum().backward()  # dθ, into gradients that are this process's own
-            grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-            if not torch.isfinite(grad_norm):
-                raise FloatingPointError(f"the norm of the gradient is {grad_norm.item()}")
-            optimizer.param_groups[0]["lr"] = linear_decay(args.learning_rate, worker.global_step, args.total_steps)
-            optimizer.step()  # asynchronous update of θ
-            worker.report_update(
-                {
-                    "losses/value_loss": squares,
-                    "losses/grad_norm": grad_norm,
-                    "charts/epsilon": epsilon,
-                    "charts/learning_rate": optimizer.param_groups[0]["lr"],
-                }
-            )
-            observations, actions, targets = [], [], []
-    envs.close()
+        observations, actions, targets = [], [], []  # since the last update
+        while True:
+            epsilon = epsilon_at(epsilon_final, worker.global_step, args.epsilon_steps)
+            with torch.no_grad():
+                action = epsilon_greedy(model(obs), epsilon)  # θ as it is now
+            observations.append(obs)
+            actions.append(action)
+            next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
+            obs, done = torch.from_numpy(next_obs), bool(terminated[0] or truncated[0])
+            last_obs = torch.from_numpy(np.stack(info["final_obs"])) if done else obs
+            r = learned_reward(float(reward[0]), args)
+            worker.count_step(reward[0], done)  # T ← T + 1
+            t += 1
+            with torch.no_grad():
+                next_q_values = target_model(last_obs)[0]
+            targets.append(one_step_target(r, bool(terminated[0]), next_q_values, args.gamma))
+            if worker.crossed(args.target_interval):
+                sync(target_parameters, parameters)  # θ⁻ ← θ
+            if t % args.update_interval == 0 or done or worker.ended:
+                break
+        # Σ (y - Q(s, a; θ))² over the steps since the last update, on θ as it is now
+        q_values = model(torch.cat(observations)).gather(1, torch.stack(actions)).squeeze(1)
+        squares = (torch.tensor(targets) - q_values).square()
+        for p in parameters:
+            p.grad = None
+        squares.sum().backward()  # dθ, into gradients that are this process's own
+        grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+        if not torch.isfinite(grad_norm):
+            raise FloatingPointError(f"the norm of the gradient is {grad_norm.item()}")
+        optimizer.param_groups[0]["lr"] = linear_decay(args.learning_rate, worker.global_step, args.total_steps)
+        optimizer.step()  # asynchronous update of θ
+        worker.report_update(
+            {
+                "losses/value_loss": squares,
+                "losses/grad_norm": grad_norm,
+                "charts/epsilon": epsilon,
+                "charts/learning_rate": optimizer.param_groups[0]["lr"],
+            }
+        )
 
 
 def train(args: Args, checkpoint: dict | None = None) -> int:
@@ -368,9 +371,9 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
         args = read_preset(argv, args, PRESETS, auto, __doc__)
     args.arch = pick_arch(args, env.observation_space, "nips")
     args.n_processes = pick_n_processes(args, checkpoint)
-    check_range(args, "total_steps checkpoint_interval n_processes update_interval target_interval epsilon_steps", 1)
+    check_range(args, "total_steps checkpoint_interval update_interval target_interval epsilon_steps", 1)
     check_range(args, "seed", 0, 2**64 - 1)
-    check_range(args, "eval_episodes learning_rate max_grad_norm reward_scale", 0)
+    check_range(args, "learning_rate max_grad_norm reward_scale", 0)
     check_range(args, "rms_eps", 1e-12)
     check_range(args, "gamma rms_decay eval_epsilon", 0, 1)
     finals, probs = args.epsilon_finals, args.epsilon_probs

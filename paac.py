@@ -426,7 +426,7 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
         args.n_workers = min(8, n_cores(), args.n_envs)
     check_range(args, "n_workers", 0, args.n_envs)
     check_range(args, "seed", 0, 2**64 - 1)
-    check_range(args, "eval_episodes learning_rate entropy_coef value_coef max_grad_norm reward_scale", 0)
+    check_range(args, "learning_rate entropy_coef value_coef max_grad_norm reward_scale", 0)
     check_range(args, "rms_eps", 1e-12)
     check_range(args, "gamma rms_decay", 0, 1)
     check_rollout(args, args.t_max, env.observation_space, KEPT_BYTES[args.arch])

@@ -499,7 +499,7 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     check_range(args, "minibatch_size", 1, args.n_envs * rollout_length(args))
     check_range(args, "n_workers", 0, args.n_envs)
     check_range(args, "seed", 0, 2**64 - 1)
-    check_range(args, "eval_episodes learning_rate clip_coef entropy_coef value_coef reward_scale", 0)
+    check_range(args, "learning_rate clip_coef entropy_coef value_coef reward_scale", 0)
     check_range(args, "adam_eps", 1e-12)
     check_range(args, "gamma gae_lambda", 0, 1)
     if args.max_grad_norm is not None:

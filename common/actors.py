@@ -49,6 +49,7 @@ class Link:
     def connect(self, connection: Any) -> None:
         """Called in the actor's own process."""
         self.connection = connection
+        self.at_end = contextlib.ExitStack()
         self.slots = slot_arrays(self.memory, self.fields, self.n_slots)
         self.parameters = torch.frombuffer(self.parameters, dtype=torch.float32)
         self.flags = np.frombuffer(self.flags, np.int64)

@@ -17,12 +17,12 @@ class Crew:
     """The processes, as a context: they end with it.
 
     A process runs `target(member, *arguments)`, where `member` is what `new_member(index)` makes; at last it may send
-    why it fails, which is for `note_failure`.
+    why it fails, which is for `note_failure`, and do what `member.at_end`, an ExitStack, was given.
 
     Args:
         role: what to call a process.
         target: a function of the top level.
-        arguments: what all of them get; tensors, modules and optimizers must be in shared memory already.
+        arguments: what all of them get; tensors, modules and optimizers must be in shared memory when it is entered.
     """
 
     def __init__(self, role: str, target: Callable, arguments: tuple, n_processes: int) -> None:
@@ -33,8 +33,8 @@ class Crew:
         self.causes = [""] * n_processes  # tracebacks of those that could still say why they end
 
     def new_member(self, index: int) -> Any:
-        """What process `index` has of the crew; its `connect` takes its end of the pipe, its `when` says how far
-        it is, for messages.
+        """What process `index` has of the crew; its `connect` takes its end of the pipe and makes `at_end`, its
+        `when` says how far it is, for messages.
         """
         raise NotImplementedError
 
@@ -87,6 +87,12 @@ def _work(target: Callable, member: Any, arguments: tuple, name: str, connection
     enter_worker()
     keep_freed_memory()
     member.connect(connection)
+    with member.at_end:
+        _report(target, member, arguments, name, connection)
+        connection.close()  # the parent need not wait for what is done at the end
+
+
+def _report(target: Callable, member: Any, arguments: tuple, name: str, connection: Any) -> None:
     try:
         target(member, *arguments)
     except Exception as error:

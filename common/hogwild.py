@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from common.crew import Crew
-from common.run import Run, UsageError, to_float
+from common.run import Run, UsageError, check_range, to_float
 from common.vec_env import WorkerError, n_cores
 
 POLL_INTERVAL = 0.05  # seconds between two looks of the parent
@@ -49,6 +49,7 @@ class Worker:
     def connect(self, connection: Any) -> None:
         """Called in the actor-learner's own process."""
         self.connection = connection
+        self.at_end = contextlib.ExitStack()
         self.counts, self.parked, self.flags = (x.numpy() for x in (self.counts, self.parked, self.flags))
         self.global_step = int(self.counts.sum())
 
@@ -95,7 +96,7 @@ class Team(Crew):
 
     Args:
         target: the actor-learner, a function of the top level, called as `target(worker, *arguments)`.
-        arguments: what all of them share; tensors, modules and optimizers must be in shared memory already.
+        arguments: what all of them share; tensors, modules and optimizers must be in shared memory when it is entered.
         step: agent steps that earlier parts of the run have counted.
     """
 
@@ -193,8 +194,10 @@ def pick_n_processes(args: Any, checkpoint: dict | None) -> int:
     """The number of --n-processes; None: one a core.
 
     Raises:
-        UsageError: the checkpoint has optimizers of its own for another number.
+        UsageError: too few or too many, or the checkpoint has optimizers of its own for another number.
     """
+    if args.n_processes is not None:
+        check_range(args, "n_processes", 1, 1024)
     own = args.optimizer != "shared-rmsprop"
     if checkpoint and own and args.n_processes != (n := checkpoint["args"]["n_processes"]):
         raise UsageError(f"--n-processes {args.n_processes}: the run has statistics for {n} processes")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import fcntl
 import io
 import itertools
 import json
@@ -21,7 +22,7 @@ import time
 import warnings
 import zipfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.atari import is_atari
-from common.vec_env import WorkerError, find_spec, make_env, make_vec_env, n_cores
+from common.vec_env import STOP_SIGNALS, WorkerError, find_spec, make_env, make_vec_env, n_cores
 
 PRINT_INTERVAL = 30  # seconds between two lines where there is no terminal for a progress bar
 MAX_EPISODE_STEPS = 27_000  # where an evaluated episode is cut if nothing else ends it: half an hour of Atari
 MAX_FRAMES = 3000  # of a GIF
-LARGEST = 3e38  # number on the command line: float32 ends at 3.4e38
+LARGEST = 3e38  # real number on the command line: float32 ends at 3.4e38
 
 Policy = Callable[[np.ndarray], np.ndarray]  # observations (n, ...) → actions as the environments take them
 
@@ -49,9 +50,42 @@ class UsageError(Exception):
     """Wrong arguments: one line for the user, exit status 2."""
 
 
+class Lasting:
+    """Standard output or error that never fails: a run goes on where nobody reads any more what it prints."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream or io.StringIO()  # None where it was closed before we began
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # what the encoding of a terminal lacks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> None:
+        self._try(self.stream.write, text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, function: Callable, *arguments: str) -> None:
+        try:
+            function(*arguments)
+        except OSError:  # a pipe whose reader has ended, a closed terminal, a full disk: nothing more is written
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.stream.fileno())
+            os.close(null)
+
+
+@contextlib.contextmanager
+def lasting_output() -> Iterator[None]:
+    with contextlib.redirect_stdout(Lasting(sys.stdout)), contextlib.redirect_stderr(Lasting(sys.stderr)):
+        yield
+
+
 # ------------------------------------------------------------------------------------------------------ script
 
 
+@lasting_output()
 def run_script(
     script: str,
     argv: list[str] | None,
@@ -73,7 +107,8 @@ def run_script(
                 raise UsageError(f"{'--evaluate' if args.evaluate else '--resume'} {args.run_dir}: {error}") from error
         if not args.evaluate:
             new_policy = None  # it holds a network that training does not need
-            return train(args, checkpoint)
+            with only_writer(args.run_dir):
+                return train(args, checkpoint)
         torch.manual_seed(args.seed)
         evaluate_run(script, args, new_policy)
         return 0
@@ -154,8 +189,9 @@ def check_env(args: Any) -> gym.Env:
     """An environment that was made as the flags say and is closed again, for its spaces.
 
     Raises:
-        UsageError: it cannot be made, or not be drawn where --record wants that.
+        UsageError: it cannot be made, or not be drawn where --record wants that, or is to be made too many times.
     """
+    check_range(args, "eval_episodes", 0, 10_000)
     try:
         env_kwargs = json.loads(args.env_kwargs)
     except ValueError:
@@ -164,9 +200,10 @@ def check_env(args: Any) -> gym.Env:
         raise UsageError(f"--env-kwargs {args.env_kwargs}: a JSON object is needed")
     try:
         env = make_env(find_spec(args.env_id), env_kwargs, "rgb_array" if args.record else None)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         what = "--env-id {} with --record" if args.record else "--env-id {}"
-        raise UsageError(f"{what.format(args.env_id)}: {error}") from error
+        bare = isinstance(error, LookupError | SystemExit) or not str(error)  # a key or a number says nothing
+        raise UsageError(f"{what.format(args.env_id)}: {repr(error) if bare else error}") from error
     with contextlib.closing(env):
         if args.record:
             try:
@@ -191,11 +228,13 @@ def pick_arch(args: Any, space: spaces.Box, default: str) -> str:
     return arch
 
 
-def check_range(args: Any, names: str, low: float, high: float = LARGEST) -> None:
-    """Raises UsageError where one of the flags is not finite or lies outside [low, high]."""
+def check_range(args: Any, names: str, low: float, high: float | None = None) -> None:
+    """Raises UsageError where one of the flags is not finite or lies outside [low, high]; None: what a tensor holds."""
     for name in names.split():
-        if not low <= getattr(args, name) <= high:  # nor NaN
-            raise UsageError(f"{flag_and_value(args, name)}: it must lie in [{low}, {high}]")
+        value = getattr(args, name)
+        most = high if high is not None else 2**62 if isinstance(value, int) else LARGEST
+        if not low <= value <= most:  # nor NaN
+            raise UsageError(f"{flag_and_value(args, name)}: it must lie in [{low}, {most}]")
 
 
 def flag_and_value(args: Any, name: str) -> str:
@@ -284,6 +323,21 @@ def make_run_dir(script: str, args: Any) -> None:
         tries += 1  # another run was started in the same second
 
 
+@contextlib.contextmanager
+def only_writer(run_dir: str) -> Iterator[None]:
+    """A lock on a run directory, which is gone when the process is. Raises UsageError where another one has it."""
+    folder = os.open(run_dir, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"--resume {run_dir}: another process is training there") from None
+        yield
+    finally:
+        os.close(folder)
+
+
 def to_float(value: Any) -> float:
     """A number, or the mean of a tensor: taken only where it is logged, not at every update."""
     return float(value.detach().mean() if isinstance(value, Tensor) else value)
@@ -306,13 +360,16 @@ def load_checkpoint(script: str, flag: str, run_dir: str) -> dict:
     """
     path = Path(run_dir) / "checkpoint.pt"
     if not path.is_file():
-        raise UsageError(f"{flag} {run_dir}: it holds no checkpoint.pt")
+        what = "it holds no checkpoint.pt" if Path(run_dir).is_dir() else "there is no such run directory"
+        raise UsageError(f"{flag} {run_dir}: {what}")
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
             if damaged := archive.testzip():
                 raise ValueError(damaged)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         writer, keys = checkpoint["script"], set(checkpoint)
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{flag} {run_dir}: torch cannot read a path that is not UTF-8") from error
     except Exception as error:
         raise UsageError(f"{flag} {run_dir}: checkpoint.pt is damaged or not a checkpoint") from error
     if writer != script:
@@ -397,7 +454,8 @@ class Run:
             self._restore(checkpoint)
         self.first_step = self.saved_step = self.logged_step = self.step
         self.started = self.logged_time = self.printed_time = time.monotonic()
-        self.handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]  # nohup
+        self.handlers = {n: signal.signal(n, self._on_signal) for n in numbers}
         write_json(self.dir / "args.json", dataclasses.asdict(args))
         self.writer = SummaryWriter(str(self.dir), purge_step=self.step + 1 if checkpoint else None)
         print(f"run directory: {self.dir}", flush=True)
@@ -553,6 +611,8 @@ class Run:
             print(f"stopped at step {self.step:,}; --resume {self.dir} goes on from there", flush=True)
         elif result := evaluate_run(self.script, self.args, self.new_policy, lambda: self.stopped):
             self.writer.add_scalar("eval/return_mean", result["mean"], self.step)
+        elif self.stopped:
+            print(f"training is complete, its evaluation was stopped; --evaluate {self.dir} does it", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------- environment

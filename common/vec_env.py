@@ -42,7 +42,7 @@ from gymnasium.vector.utils import CloudpickleWrapper, batch_space, concatenate
 from common.atari import SCREEN, STACK, is_atari, make_atari_env, make_atari_vec_env
 
 AWAKE_SECONDS = 0.001
-STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # the last when a terminal is closed
 ARRAY_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 

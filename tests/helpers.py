@@ -46,14 +46,14 @@ def faulty(fault: str, n_workers: int, run_dir: Path) -> list[str]:
     return [*flags, "--total-steps", str(ENDLESS), "--run-dir", str(run_dir)]
 
 
-def stop_after(monkeypatch: pytest.MonkeyPatch, updates: int) -> None:
-    """Let SIGINT arrive in the midst of a run, once, after so many updates."""
+def stop_after(monkeypatch: pytest.MonkeyPatch, updates: int, number: int = signal.SIGINT) -> None:
+    """Let a signal arrive in the midst of a run, once, after so many updates."""
     count_update = common.run.Run.count_update
 
     def counted(self: common.run.Run, *arguments: Any) -> None:
         count_update(self, *arguments)
         if self.updates == updates:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     monkeypatch.setattr(common.run.Run, "count_update", counted)
 

@@ -121,7 +121,7 @@ class Faulty(gym.Env):
     """Goes wrong at its step `after`, where the seed of its reset was `only` (everywhere without `only`).
 
     Of several faults it has the k-th when an environment with the same `stamp`, a file, goes wrong for the k-th time.
-    A step takes `pace` seconds.
+    A step takes `pace` seconds. How often one was closed is the size of another file, `stamp`_closed.
     """
 
     observation_space = spaces.Box(-1, 1, (2,), np.float32)
@@ -166,6 +166,11 @@ class Faulty(gym.Env):
             elif fault == "hang":
                 time.sleep(120)
         return obs, reward, self.steps % 7 == 0, False, {}
+
+    def close(self) -> None:
+        if self.stamp:
+            with open(f"{self.stamp}_closed", "ab") as file:
+                file.write(b".")
 
 
 class TwoKeys(gym.Env):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import io
@@ -1127,7 +1128,7 @@ class Learner:
 
     def __init__(self, index: int, models: dict[int, nn.Module], n_steps: int) -> None:
         self.index, self.start, self.models, self.n_steps = index, 0, models, n_steps
-        self.t, self.requests, self.reports = -1, [], []
+        self.t, self.requests, self.reports, self.at_end = -1, [], [], contextlib.ExitStack()
         self.chunks: dict[int, list[apex.Chunk]] = {}
 
     def request(self) -> None:
@@ -1159,7 +1160,7 @@ def act(args: apex.Args, learner: Learner, monkeypatch: pytest.MonkeyPatch) -> l
         return epsilon_greedy(q_values, epsilon)
 
     monkeypatch.setattr(apex, "epsilon_greedy", watched)
-    with pytest.raises(Enough):
+    with pytest.raises(Enough), learner.at_end:
         apex.actor(learner, args)
     return epsilons
 

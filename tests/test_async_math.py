@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import math
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,7 @@ import common.hogwild
 import nstep_q
 import sarsa
 from common.hogwild import Team, Worker
+from common.run import env_seed
 from tests import paac_envs
 
 IMAGE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
@@ -93,7 +95,7 @@ def test_constants_of_the_q_methods(trainer: ModuleType) -> None:
     assert dict(zip(args.epsilon_finals, args.epsilon_probs, strict=True)) == {0.1: 0.4, 0.01: 0.3, 0.5: 0.3}
     assert (args.learning_rate, args.gamma, args.max_grad_norm) == (7e-4, 0.99, 40)
     assert (args.rms_decay, args.rms_eps, args.optimizer) == (0.99, 0.1, "shared-rmsprop")
-    assert (args.clip_rewards, args.total_steps) == (True, 80_000_000)
+    assert (args.clip_rewards, args.total_steps, args.eval_epsilon) == (True, 80_000_000, 0.05)
 
 
 @pytest.mark.parametrize("trainer", Q_TRAINERS, ids=name_of)
@@ -583,6 +585,8 @@ class Played:
     others: list[Any]  # those of other processes
     calls: list[Call]
     messages: list[tuple]
+    keys: list[tuple]  # that its random numbers come from
+    nudges: tuple[int, ...]  # its own steps during which others change θ
 
     @property
     def n(self) -> int:
@@ -598,14 +602,22 @@ class Played:
         return 1 + (final - 1) * min(1.0, T / self.args.epsilon_steps)
 
 
+NUDGE = 1.05
+
+
 class Crowd(Worker):
-    """A worker among others that count `jumps[k]` steps while it takes its own step k."""
+    """A worker among others that count `jumps[k]` steps while it takes its own step k, and in some scale θ by NUDGE."""
 
     jumps: dict[int, int]
+    nudges: tuple[int, ...]
+    shared_model: torch.nn.Module
     taken = 0
 
     def count_step(self, reward: float, done: bool) -> None:
         self.counts[0] += self.jumps.get(self.taken, 0)
+        if self.taken in self.nudges:
+            with torch.no_grad():
+                torch._foreach_mul_(list(self.shared_model.parameters()), NUDGE)
         self.taken += 1
         super().count_step(reward, done)
 
@@ -621,9 +633,9 @@ def play(trainer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     case = BASE | {"total_steps": 40, "max_grad_norm": 40.0} | case
     ends, continuous = case.pop("ends", ENDS), case.pop("continuous", False)
     until, start, jumps = case.pop("until", 24), case.pop("start", 0), case.pop("jumps", {})
-    n_processes = case.pop("n_processes", 1)
-    index = n_processes - 1
-    assert not jumps or n_processes > 1
+    n_processes, nudges = case.pop("n_processes", 1), case.pop("nudges", ())
+    index = case.pop("index", n_processes - 1)
+    assert not (jumps or nudges) or n_processes > 1
     flags = ["--env-id", "tests.paac_envs:Walk-v0", "--run-dir", str(tmp_path / "run"), "--seed", str(SEED)]
     flags += ["--env-kwargs", json.dumps({"ends": ends, "continuous": continuous}), "--n-processes", str(n_processes)]
     for key, value in case.items():
@@ -631,7 +643,8 @@ def play(trainer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         flags += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
     args = trainer.parse(flags)[0]
 
-    monkeypatch.setattr(trainer, "env_seed", lambda seed, *key: seed)
+    keys: list[tuple] = []
+    monkeypatch.setattr(trainer, "env_seed", lambda *key: keys.append(key) or key[0])
     calls: list[Call] = []
     target_model = None
     torch.manual_seed(1)
@@ -665,10 +678,11 @@ def play(trainer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     others = optimizers[:-1]
     team = Team(trainer.actor_learner, (), n_processes, until, start)
     worker = Crowd(index, *team.shared, until, start)
-    worker.jumps = jumps
+    worker.jumps, worker.nudges, worker.shared_model = jumps, nudges, model
     worker.connect(Wire())
     targets = [] if target_model is None else [target_model]
-    trainer.actor_learner(worker, args, model, *targets, optimizers)
+    with worker.at_end:
+        trainer.actor_learner(worker, args, model, *targets, optimizers)
 
     steps, now = [], start
     while now < until:
@@ -678,7 +692,8 @@ def play(trainer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert len(walk["reward"]) == len(steps) and worker.global_step == steps[-1] == team.global_step
     messages = worker.connection.messages
     optimizer = optimizers[index % len(optimizers)]
-    return Played(args, walk, steps, start, initial, model, target_model, optimizer, others, calls, messages)
+    given = args, walk, steps, start, initial
+    return Played(*given, model, target_model, optimizer, others, calls, messages, keys, nudges)
 
 
 @pytest.mark.parametrize("trainer", [a3c, nstep_q], ids=["a3c", "nstep_q"])
@@ -748,6 +763,11 @@ class Slow:
         self.copies: list[int] = []  # T of every copy θ⁻ ← θ
         self.target = leaf(played.initial)
 
+    def nudge(self, k: int) -> None:
+        """What others do to θ during step k."""
+        if k in self.played.nudges:
+            self.theta = leaf({name: p * NUDGE for name, p in self.theta.items()})
+
     def apply(self, grads: Params, T: int) -> None:
         a = self.args
         norm = math.sqrt(sum((g**2).sum().item() for g in grads.values()))
@@ -777,18 +797,20 @@ class Slow:
 
 
 def slow_one_step(played: Played, on_policy: bool) -> Slow:
-    """Algorithm 1: gradients are accumulated after every step; `on_policy`: Sarsa's target."""
+    """Algorithm 1; `on_policy`: Sarsa's target. A gradient is taken for each step, on θ as it is at the update."""
     slow, walk, calls = Slow(played), played.walk, iter(played.calls)
-    accumulated = {name: torch.zeros_like(p) for name, p in slow.theta.items()}
+    waiting: list[tuple[np.ndarray, int, float]] = []  # s, a, y since the last update
     T, drawn = played.start, next(calls)
     slow.check_call(drawn, slow_q(slow.theta, walk["obs"][0]), [played.epsilon(T)])
     for k in range(played.n):
         action, end, successor = int(walk["action"][k]), walk["end"][k], walk["final_obs"][k]
         assert drawn.action == action
         y, last = played.reward(k), k == played.n - 1
+        before, T = T, played.steps[k]
+        slow.nudge(k)
         if on_policy:
-            drawn = next(calls)  # a', before the gradient and before θ changes
-            slow.check_call(drawn, slow_q(slow.theta, successor), [played.epsilon(T), played.epsilon(played.steps[k])])
+            drawn = next(calls)  # a', with θ as it is now
+            slow.check_call(drawn, slow_q(slow.theta, successor), [played.epsilon(T)])
         if end not in ("terminated", "both"):
             next_q_values = slow_q(slow.target, successor).tolist()
             if on_policy:
@@ -796,19 +818,21 @@ def slow_one_step(played: Played, on_policy: bool) -> Slow:
                 y += played.args.gamma * next_q_values[executed]
             else:
                 y += played.args.gamma * max(next_q_values)
-        error = (y - slow_q(slow.theta, walk["obs"][k])[action]) ** 2
-        for name, g in gradient(error, slow.theta).items():
-            accumulated[name] += g
-        before, T = T, played.steps[k]
+        waiting.append((walk["obs"][k], action, y))
         slow.copy_target(before, T)
-        if (k + 1) % played.args.update_interval == 0 or end:
-            slow.apply(accumulated, T)
-            accumulated = {name: torch.zeros_like(p) for name, p in slow.theta.items()}
-        if not last and (not on_policy or end):
-            drawn = next(calls)  # with θ as it is now
-            epsilons = [played.epsilon(T), played.epsilon(before)] if on_policy else [played.epsilon(T)]
-            slow.check_call(drawn, slow_q(slow.theta, walk["obs"][k + 1]), epsilons)
-    assert len(list(calls)) <= (1 if on_policy else 0)  # after the very last step: never taken
+        if (k + 1) % played.args.update_interval == 0 or end or last:
+            total = {name: torch.zeros_like(p) for name, p in slow.theta.items()}
+            for obs, taken, target in waiting:
+                error = (target - slow_q(slow.theta, obs)[taken]) ** 2
+                for name, g in gradient(error, slow.theta).items():
+                    total[name] += g
+            slow.apply(total, T)
+            waiting = []
+        if end if on_policy else not last:
+            drawn = next(calls)
+            if not last:
+                slow.check_call(drawn, slow_q(slow.theta, walk["obs"][k + 1]), [played.epsilon(T)])
+    assert next(calls, None) is None
     return slow
 
 
@@ -832,6 +856,7 @@ def slow_n_step_q(played: Played) -> Slow:
             slow.check_call(played.calls[k], slow_q(snapshot, walk["obs"][k]), [played.epsilon(T)])
             assert played.calls[k].action == walk["action"][k]
             T = played.steps[k]
+            slow.nudge(k)
         over = walk["end"][last] in ("terminated", "both")
         bootstrap = 0.0 if over else max(slow_q(slow.target, walk["final_obs"][last]).tolist())
         returns = forward_sum([played.reward(k) for k in steps], bootstrap, played.args.gamma)
@@ -857,6 +882,7 @@ def slow_a3c(played: Played) -> Slow:
             output, value, states = slow_actor_critic(snapshot, walk["obs"][k], states)
             slow.check_call(played.calls[k], output, None)
             passed.append((output, value, played.calls[k].action))
+            slow.nudge(k)
         end = walk["end"][last]
         over = end in ("terminated", "both") or (end == "truncated" and not a.bootstrap_limits)
         bootstrap = 0.0 if over else slow_actor_critic(snapshot, walk["final_obs"][last], states)[1].item()
@@ -920,6 +946,7 @@ A3C_CASES: dict[str, dict[str, Any]] = {
     "time limits cut the return": {"bootstrap_limits": False},
     "rollouts of 3": {"t_max": 3, "entropy_coef": 0.2, "value_coef": 1.0},
     "among others": {"n_processes": 2, "start": 3, "until": 60, "total_steps": 90, "jumps": {2: 9, 8: 1, 16: 11}},
+    "others change θ": {"n_processes": 2, "nudges": (2, 3, 10, 14, 16)},
     "own RMSProp": {"n_processes": 2, "optimizer": "rmsprop"},
     "momentum": {"n_processes": 2, "optimizer": "momentum-sgd", "learning_rate": 0.05},
     "LSTM": {"lstm": True, "max_grad_norm": 10.0},
@@ -955,6 +982,7 @@ Q_CASES: dict[str, dict[str, Any]] = {
         "jumps": {2: 9, 8: 1, 11: 2, 16: 11},
         "target_interval": 4,
     },
+    "others change θ": {"n_processes": 2, "target_interval": 8, "nudges": (2, 3, 10, 14, 16)},
     "own RMSProp": {"n_processes": 2, "optimizer": "rmsprop", "target_interval": 8},
     "momentum": {"n_processes": 2, "optimizer": "momentum-sgd", "learning_rate": 0.05, "target_interval": 3},
 }
@@ -973,6 +1001,73 @@ def test_q_methods_are_their_algorithms(
     assert len(slow.copies) >= 3
     if case.startswith("copies"):  # θ has changed since the last copy
         assert any((slow.theta[name] - slow.target[name]).abs().max() > 1e-3 for name in slow.theta)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS, ids=name_of)
+def test_processes_differ(trainer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has random streams of its own, new ones when the run goes on, and its own final ε."""
+    monkeypatch.setattr(trainer, "draw_epsilon_final", lambda args, index: 0.1 * (index + 1), raising=False)
+    exploration, keys = {} if trainer is a3c else {"epsilon_steps": 1}, []
+    for index in range(3):
+        for start in (0, 4):
+            case = {"n_processes": 3, "index": index, "start": start, "until": start + 6}
+            played = play(trainer, tmp_path / f"{index}_{start}", monkeypatch, exploration | case)
+            keys += played.keys
+            if trainer is not a3c:
+                assert played.calls[-1].epsilon == pytest.approx(0.1 * (index + 1))
+    assert len(keys) == 12 and len({env_seed(*key) for key in keys}) == 12
+
+
+def test_a_replaced_process_starts_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    team, starts = Team(print, (), 1, total_steps=100, step=3), []
+    team.counts[0] = 17
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()  # the process is dead
+    team.connections = [ours]
+    monkeypatch.setattr(team, "replace", lambda index, run: starts.append(team.new_member(index).start))
+    team._receive(None)
+    assert starts == [17]
+
+
+@pytest.mark.parametrize(("trainer", "lstm"), [(a3c, True), *((trainer, False) for trainer in TRAINERS)], ids=name_of)
+def test_pong_is_played_and_learned_from(trainer: ModuleType, lstm: bool, tmp_path: Path) -> None:
+    """Three episodes of 40 steps from the screen, which a time limit ends, and part of a fourth."""
+    flags = ["--lstm"] if lstm else []
+    flags += ["--env-kwargs", '{"max_num_frames_per_episode": 160}', "--run-dir", str(tmp_path / "r")]
+    args = trainer.parse([*flags, "--n-processes", "1", "--learning-rate", "0.01", "--seed", "2"])[0]
+    env = trainer.check_env(args)
+    if trainer is a3c:
+        models = [a3c.ActorCritic(env.observation_space, env.action_space, args.arch, args.lstm)]
+    else:
+        models = [trainer.QNetwork(env.observation_space, env.action_space, args.arch) for _ in range(2)]
+    before = copy.deepcopy(models[0].state_dict())
+    worker = Team(trainer.actor_learner, (), 1, 130).new_member(0)
+    worker.connect(Wire())
+    with worker.at_end:
+        trainer.actor_learner(worker, args, *models, trainer.make_optimizers(args, models[0]))
+    assert [message[2] for message in worker.connection.messages if message[0] == "episode"] == [40] * 3
+    for name, p in models[0].state_dict().items():
+        assert p.isfinite().all() and not torch.equal(p, before[name])
+
+
+def test_policy_carries_the_states_of_the_lstm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four steps of two episodes that are evaluated; what is sampled is what is played."""
+    outputs, actions = [], [[0, 2], [1, 1], [2, 0], [0, 1]]
+
+    def sample(self: a3c.ActorCritic, output: Tensor) -> Tensor:
+        outputs.append(output)
+        return torch.tensor(actions[len(outputs) - 1])
+
+    monkeypatch.setattr(a3c.ActorCritic, "sample", sample)
+    model = actor_critic("mlp", 3, lstm=True)
+    policy, params = a3c.make_policy(model, spaces.Discrete(3)), leaf(model.state_dict())
+    observations = np.random.default_rng(0).normal(size=(4, 2, 3)).astype(np.float32)
+    assert [policy(obs).tolist() for obs in observations] == actions
+    for i in range(2):
+        states = zero_states()
+        for obs, output in zip(observations, outputs, strict=True):
+            expected, _, states = slow_actor_critic(params, obs[i], states)
+            torch.testing.assert_close(output[i].double(), expected.detach(), rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------- LSTM

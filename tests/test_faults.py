@@ -196,14 +196,18 @@ def sigterm(story: Story) -> None:
 
 
 def sigint(story: Story) -> None:
-    """As the terminal sends it, to the whole group; no checkpoint was due, and an actor is in a long step."""
+    """As the terminal sends it, to the whole group; no checkpoint was due, and an actor is in a long step.
+
+    With some trainers it is SIGHUP, of a terminal that is closed.
+    """
+    number = signal.SIGHUP if story.name in ("ppo_batch", "nstep_q") else signal.SIGINT
     before, after = story.step, {"worker": 25, "actor": 51, "actor-learner": 101}[story.small.role]
     fault = {"fault": "hang" if story.replaces else "none", "after": after, "stamp": str(story.stamp)}
     with story.go_on("--checkpoint-interval", 10**8, **fault) as process:
         assert wait_for(Path(fault["stamp"]).exists, START)
         assert workers_of(process)
-        os.killpg(process.pid, signal.SIGINT)
-        stdout, stderr = end(process, 130, 20)
+        os.killpg(process.pid, number)
+        stdout, stderr = end(process, 128 + number, 20)
     assert stderr == "" and f"--resume {story.run_dir}" in stdout.splitlines()[-1]
     story.check(before + (10 if story.name == "apex" else 100))  # apex: those whose chunks have come
     story.check_summary("interrupted")
@@ -223,6 +227,7 @@ def environment_fails(story: Story) -> None:
         with story.go_on("--checkpoint-interval", 10**8, **kwargs) as process:
             stdout, stderr = end(process, 1)
             assert time.time() - stamp.stat().st_mtime < 10
+        assert Path(f"{stamp}_closed").stat().st_size > 3 * story.small.n_envs  # the parent has closed one as well
         assert stdout.count(f"{story.small.role} 0 died and is replaced: ") == 2
         assert all(stdout.count(text) == 1 for text in (causes["nan reward"], causes["nan observation"]))
         assert stderr.startswith(f"{story.name}.py: {story.small.role} 0 died three times")

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from tests.helpers import (
     alive,
     check_files,
     checkpoint,
+    content,
     descendants,
     faulty,
     is_helper,
@@ -320,7 +322,9 @@ def test_seeds_of_environments_do_not_overlap() -> None:
 # ---------------------------------------------------------------------------------------------------- signals
 
 
-def test_signal_while_it_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_while_it_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Training was complete by then, and the summary says so."""
 
     def interrupted_evaluate(args: Any, policy: Any, stopped: Callable[[], bool]) -> None:
@@ -332,6 +336,55 @@ def test_signal_while_it_is_evaluated(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(common.run, "evaluate", interrupted_evaluate)
     assert run(*BANDIT, "--eval-episodes", "5", *SMALL, "--total-steps", "40", "--run-dir", "r") == 143
     assert (summary(tmp_path / "r")["status"], summary(tmp_path / "r")["eval"]) == ("completed", None)
+    assert capfd.readouterr().out.endswith("training is complete, its evaluation was stopped; --evaluate r does it\n")
+
+
+def test_a_terminal_that_is_closed_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_after(monkeypatch, 2, signal.SIGHUP)
+    assert run(*BANDIT, *SMALL, "--total-steps", "200", "--run-dir", "r") == 128 + signal.SIGHUP
+    assert checkpoint(tmp_path / "r")["step"] == 40
+
+
+def test_nohup_lets_it_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop_after(monkeypatch, 2, signal.SIGHUP)
+    assert run(*BANDIT, *SMALL, "--total-steps", "200", "--run-dir", "r") == 0
+
+
+# ----------------------------------------------------------------------------------------------------- output
+
+
+def in_a_shell(line: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "paac.py"), *BANDIT, "--eval-episodes", "2", *SMALL, "--total-steps", "100"]
+    return subprocess.run(
+        ["bash", "-c", f"{shlex.join([*command, '--run-dir', 'r'])} {line}"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "stdout"),
+    [
+        ("| { head -1 > /dev/null; sleep 1; }; exit ${PIPESTATUS[0]}", ""),  # a reader that ends
+        ("> /dev/full", ""),
+        (">&-", ""),
+        ("2>&-", "run directory: r"),
+        ("2> /dev/full", "run directory: r"),
+    ],
+)
+def test_a_run_goes_on_where_nobody_reads_what_it_prints(line: str, stdout: str, tmp_path: Path) -> None:
+    result = in_a_shell(line)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(stdout) and bool(result.stdout) == bool(stdout)
+    assert summary(tmp_path / "r")["eval"]["episodes"] == 2
+
+
+def test_output_that_the_terminal_lacks_letters_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    result = in_a_shell("")
+    assert (result.returncode, result.stderr) == (0, "") and " ? " in result.stdout
 
 
 def test_signal_while_it_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,6 +581,8 @@ def test_a_number_that_is_none_gets_one_line(encoding: str) -> None:
         (["--resume", ""], ["--resume ''"]),
         (["--evaluate", ""], ["--evaluate ''"]),
         (["--env-id", "CartPole-v1", "--learning-rate", "1e300"], ["--learning-rate 1e+300", "3e+38"]),
+        (["--env-id", "CartPole-v1", "--total-steps", str(2**70)], [f"--total-steps {2**70}", str(2**62)]),
+        (["--env-id", "CartPole-v1", "--eval-episodes", "10001"], ["--eval-episodes 10001", "10000"]),
         (["--env-id", "PongNoFrameskip-v4", "--env-kwargs", '{"game": "nogame"}'], ["--env-id PongNoFrameskip-v4"]),
         (["--env-id", "PongNoFrameskip-v4", "--arch", "mlp"], ["--arch"]),
         (["--env-id", "PongNoFrameskip-v4", "--env-kwargs", '{"no_such": 1}'], ["no_such"]),
@@ -633,6 +688,40 @@ def test_refused_names_the_flag_that_may_be_to_blame(
 
     monkeypatch.setattr(common.run, "make_env", fail)
     assert f"--env-id {named}" in refused("--env-id", "CartPole-v1", *flags)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(KeyError("9x9"), "KeyError('9x9')"), (KeyError(), "KeyError()"), (SystemExit(3), "SystemExit(3)")],
+)
+def test_refused_says_what_kind_of_error_it_was(
+    error: BaseException, text: str, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(common.run, "make_env", fail)
+    assert refused("--env-id", "CartPole-v1").rstrip() == f"paac.py: --env-id CartPole-v1: {text}"
+
+
+def test_a_run_that_another_process_goes_on_with(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [*BANDIT, *SMALL, "--total-steps", "40", "--run-dir", "r"]
+    assert run(*flags) == 0
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    code = "import sys, common.run\nwith common.run.only_writer('r'): print(flush=True), input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ
+    ) as other:
+        other.stdout.readline()
+        capfd.readouterr()
+        before = content(tmp_path)
+        assert run("--resume", "r", "--total-steps", "80") == 2
+        assert capfd.readouterr().err == "paac.py: --resume r: another process is training there\n"
+        assert content(tmp_path) == before and run("--evaluate", "r", "--eval-episodes", "1") == 0
+        other.kill()
+    assert run("--resume", "r", "--total-steps", "80") == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is available")
