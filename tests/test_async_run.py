@@ -493,7 +493,8 @@ def test_nobody_is_in_the_middle_of_an_update_when_it_is_quiet() -> None:
         assert torn  # what it would be like without
 
 
-def test_checkpoint_of_a_consistent_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("trainer", [a3c, async_q, nstep_q], ids=lambda trainer: trainer.__name__)
+def test_checkpoint_of_a_consistent_state(trainer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save, steps = torch.save, []
 
     def slow(state: dict, file: Any) -> None:
@@ -505,7 +506,8 @@ def test_checkpoint_of_a_consistent_state(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch, "save", slow)
     flags = ["--env-id", "CartPole-v1", "--n-processes", "2", "--eval-episodes", "0", "--run-dir", "r"]
-    assert run(async_q, *flags, "--total-steps", "4000", "--target-interval", "7", "--checkpoint-interval", "500") == 0
+    flags += [] if trainer is a3c else ["--target-interval", "7"]
+    assert run(trainer, *flags, "--total-steps", "4000", "--checkpoint-interval", "500") == 0
     assert len([step for step in steps if 0 < step < 4000]) >= 2 and steps[-1] >= 4000
     assert checkpoint(tmp_path / "r")["step"] == steps[-1]
 
@@ -564,7 +566,7 @@ def start_under_interrupt(connection: Any) -> None:
 
 
 def test_interrupt_while_an_actor_learner_starts(capfd: pytest.CaptureFixture[str]) -> None:
-    # prints a traceback of KeyboardInterrupt after Ctrl-C in the first seconds of a run or of a replacement.
+    """No traceback of KeyboardInterrupt after Ctrl-C in the first seconds of a run or of a replacement."""
     worker, connection = start_worker(start_under_interrupt, (), "worker")
     with connection:
         worker.join(timeout=60)
@@ -581,7 +583,7 @@ def faulty(fault: str, after: int, *flags: Any) -> list[Any]:
 
 
 def test_steps_before_the_last_death_are_counted(here: None, tmp_path: Path) -> None:
-    # have the step of the parent's last look, beside parameters that have seen more.
+    """The checkpoint has not the step of the parent's last look, beside parameters that have seen more."""
     assert run(a3c, *faulty("raise", 10, "--total-steps", ENDLESS)) == 1
     assert checkpoint(tmp_path / "r")["step"] == summary(tmp_path / "r")["steps"] == 27  # 9 in each of three lives
 
@@ -622,8 +624,9 @@ def test_loss_that_is_not_finite_ends_the_script(tmp_path: Path) -> None:
 def test_parameters_that_overflow(
     trainer: ModuleType, here: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A learning rate so large that the next forward pass is not finite: a clear error as well, not a crash."""
-    # is a WorkerError, the run saves, and puts the damaged parameters over the last good checkpoint.
+    """A learning rate so large that the next forward pass is not finite: a clear error as well, not a crash, and the
+    damaged parameters do not take the place of the last good checkpoint.
+    """
     flags = ["--learning-rate", "0", "--total-steps", "50", "--run-dir", "r"]
     assert run(trainer, *BANDIT, *ONE, *flags) == 0
     before = checkpoint(tmp_path / "r")
