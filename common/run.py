@@ -474,7 +474,8 @@ class Run:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         self.signal = number  # training stops after this update and saves; a second signal ends it at once
-        signal.signal(number, signal.SIG_DFL)
+        hangup = number == signal.SIGHUP  # which the system sends, and then the shell once more
+        signal.signal(number, signal.SIG_IGN if hangup else signal.SIG_DFL)
 
     @property
     def stopped(self) -> bool:
