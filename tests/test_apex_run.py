@@ -123,7 +123,7 @@ class Here:
         self.messages, self.answers, self.left = deque(), deque(), 0
         self.actor, self.learner = threading.Semaphore(0), threading.Semaphore(0)  # whose turn it is
         self.killed = self.ended = False
-        end = SimpleNamespace(send=self._send, recv=self._recv, poll=lambda: bool(self.answers))
+        end = SimpleNamespace(send=self._send, recv=self._recv, poll=lambda: bool(self.answers), close=self.close)
         self.thread = threading.Thread(target=self._live, args=(target, (*arguments, end)), daemon=True)
         self.thread.start()
 
