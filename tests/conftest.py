@@ -19,6 +19,7 @@ import common.run
 from tests.helpers import content, run
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where a shell runs the tests in its background
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and this one by nohup
 
 
 @pytest.fixture
