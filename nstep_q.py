@@ -15,8 +15,8 @@ t_max steps, or to the end of the episode, and then applies its gradient to θ w
     python nstep_q.py --evaluate runs/... --record                  # 30 episodes and a GIF
 
 Where the sources differ or are silent, this file reads:
-- I_target = 40,000 and the 4 million frames over which ε falls are counted in agent steps of all processes; in frames
-  they are `--target-interval 10000 --epsilon-steps 1000000`;
+- I_target = 40,000 and the 4 million frames over which ε falls are counted in agent steps of all processes; as frames
+  of the game they are `--target-interval 10000 --epsilon-steps 1000000`;
 - a process draws its final ε once, from {0.1, 0.01, 0.5} with probabilities {0.4, 0.3, 0.3};
 - the error is squared as it stands, no Huber loss and no clipping of the error; sums are sums, not means;
 - α = 0.0007, ε = 0.1 inside the root, g from 0 and a clipping threshold of 40 are those of a3c.py;
@@ -67,7 +67,7 @@ SCRIPT = "nstep_q"
 PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
     # Vectors, ours: rewards of any size, and tasks that are learned in minutes. The final ε and RMSProp's ε stay those
-    # of Atari: with async_q.py's, one seed in five fails on CartPole (results/README.md).
+    # of Atari: with either of async_q.py's some seeds fail on CartPole (results/README.md).
     "vector": {
         "total_steps": 1_000_000,
         "epsilon_steps": 100_000,

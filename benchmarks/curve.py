@@ -66,11 +66,17 @@ def read_curve(run: Path, points: int) -> list[Row]:
     ]
 
 
-def read_csv(path: Path) -> tuple[list[str], list[Row]]:
-    """The header and the rows of a CSV of `main`."""
+def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
+    """The lines of a CSV's header, without their marks, and the cells below the names of its columns."""
     lines = path.read_text().splitlines()
     header = [line[2:] for line in lines if line.startswith("# ")]
-    return header, [(int(row[0]), *map(float, row[1:])) for row in csv.reader(lines[len(header) + 1 :])]
+    return header, list(csv.reader(lines[len(header) + 1 :]))
+
+
+def read_csv(path: Path) -> tuple[list[str], list[Row]]:
+    """The header and the rows of a CSV of `main`."""
+    header, rows = read_table(path)
+    return header, [(int(row[0]), *map(float, row[1:])) for row in rows]
 
 
 def continued(rows: list[Row], past: list[Row]) -> list[Row]:

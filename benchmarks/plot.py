@@ -11,7 +11,6 @@ It goes between <!-- begin small --> and <!-- end small -->, a short one of the 
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 from collections import defaultdict
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import tyro
 
+from benchmarks.curve import read_table
 from benchmarks.learning import TRAINERS, file_name
 
 RESAMPLES = 2000
@@ -74,16 +74,9 @@ class Result:
 
 def read_result(path: Path) -> Result:
     """One CSV of benchmarks/learning.py."""
-    header, rows = {}, []
-    with open(path, newline="") as file:
-        for line in file:
-            if line.startswith("# "):
-                key, value = line[2:].rstrip("\n").split(": ", 1)
-                header[key] = value
-            else:
-                rows.append(line)
-    columns = np.array([[float(value) for value in row] for row in list(csv.reader(rows))[1:]]).reshape(-1, 4)
-    return Result(header, columns[:, 0], columns[:, 1], columns[:, 2])
+    header, rows = read_table(path)
+    columns = np.array([[float(value) for value in row] for row in rows]).reshape(-1, 4)
+    return Result(dict(line.split(": ", 1) for line in header), columns[:, 0], columns[:, 1], columns[:, 2])
 
 
 def interquartile_mean(values: np.ndarray) -> np.ndarray:

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import tyro
 
+from benchmarks.curve import read_table
 from benchmarks.learning import HOGWILD, Trainer, provenance
 from common.run import Run
 
@@ -88,14 +89,6 @@ def command(args: Args) -> list[str]:
     return ["benchmarks/scaling.py", *flags, *(["--flags", args.flags] if args.flags else [])]
 
 
-def read_csv(path: Path) -> tuple[list[str], list[Row]]:
-    """The header and the rows of a CSV of `main`; none where there is no file."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    header = [line for line in lines if line.startswith("# ")]
-    rows = csv.reader(lines[len(header) + 1 :])
-    return header, [(int(row[0]), int(row[1]), float(row[2]), float(row[3])) for row in rows]
-
-
 def plot(args: Args, rows: list[Row]) -> None:
     import matplotlib
 
@@ -122,10 +115,10 @@ def plot(args: Args, rows: list[Row]) -> None:
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     path, now = args.out.with_suffix(".csv"), provenance(command(args))
-    header, rows = read_csv(path)
-    header = header or [f"# {key}: {value}" for key, value in now.items()]
-    if header[0] != f"# command: {now['command']}":
-        sys.exit(f"scaling.py: {path} is of another {header[0][2:]}")
+    header, cells = read_table(path) if path.exists() else ([f"{key}: {value}" for key, value in now.items()], [])
+    if header[0] != f"command: {now['command']}":
+        sys.exit(f"scaling.py: {path} is of another {header[0]}")
+    rows: list[Row] = [(int(row[0]), int(row[1]), float(row[2]), float(row[3])) for row in cells]
     there = {row[:2] for row in rows}
     for seed in args.seeds:
         for count in args.counts:
@@ -134,7 +127,7 @@ def main() -> None:
             rows.append((count, seed, *to_goal(args, count, seed)))
             print("{} {}, seed {}: {:,.0f} steps, {:.1f} s".format(PARALLEL[args.trainer], *rows[-1]), flush=True)
             with open(path, "w", newline="") as file:  # a run that is stopped keeps what it has
-                file.writelines(f"{line}\n" for line in header)
+                file.writelines(f"# {line}\n" for line in header)
                 csv.writer(file, lineterminator="\n").writerows([("count", "seed", "steps", "seconds"), *rows])
     plot(args, rows)
 

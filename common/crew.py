@@ -22,7 +22,7 @@ class Crew:
     Args:
         role: what to call a process.
         target: a function of the top level.
-        arguments: what all of them get; tensors, modules and optimizers must be in shared memory when it is entered.
+        arguments: what all of them get; tensors, modules and optimizers must be in shared memory when this begins.
     """
 
     def __init__(self, role: str, target: Callable, arguments: tuple, n_processes: int) -> None:

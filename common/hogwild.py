@@ -96,7 +96,7 @@ class Team(Crew):
 
     Args:
         target: the actor-learner, a function of the top level, called as `target(worker, *arguments)`.
-        arguments: what all of them share; tensors, modules and optimizers must be in shared memory when it is entered.
+        arguments: what all of them share; tensors, modules and optimizers must be in shared memory when this begins.
         step: agent steps that earlier parts of the run have counted.
     """
 

@@ -50,6 +50,9 @@ class UsageError(Exception):
     """Wrong arguments: one line for the user, exit status 2."""
 
 
+# ------------------------------------------------------------------------------------------------------ script
+
+
 class Lasting:
     """Standard output or error that never fails: a run goes on where nobody reads any more what it prints."""
 
@@ -80,9 +83,6 @@ class Lasting:
 def lasting_output() -> Iterator[None]:
     with contextlib.redirect_stdout(Lasting(sys.stdout)), contextlib.redirect_stderr(Lasting(sys.stderr)):
         yield
-
-
-# ------------------------------------------------------------------------------------------------------ script
 
 
 @lasting_output()
@@ -141,8 +141,11 @@ def read_flags(argv: list[str] | None, default: Any, description: str) -> Any:
             lines.pop(0)
         raise UsageError(" ".join(itertools.takewhile(lambda line: line.strip("─-"), lines))) from None
     for name in ("run_dir", "resume", "evaluate"):
-        if getattr(args, name) == "":  # a variable of a shell that is not set
+        folder = getattr(args, name)
+        if folder == "":  # a variable of a shell that is not set
             raise UsageError(f"--{name.replace('_', '-')} '': a folder is needed")
+        if folder and not folder.isprintable():  # torch and TensorBoard fail where a name is not UTF-8
+            raise UsageError(f"--{name.replace('_', '-')} {folder!r}: letters that can be printed are needed")
     return args
 
 
@@ -368,8 +371,6 @@ def load_checkpoint(script: str, flag: str, run_dir: str) -> dict:
                 raise ValueError(damaged)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         writer, keys = checkpoint["script"], set(checkpoint)
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{flag} {run_dir}: torch cannot read a path that is not UTF-8") from error
     except Exception as error:
         raise UsageError(f"{flag} {run_dir}: checkpoint.pt is damaged or not a checkpoint") from error
     if writer != script:

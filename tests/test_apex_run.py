@@ -521,6 +521,7 @@ def test_free_memory_that_nothing_tells(flags: list[str], memory: Callable[[floa
         (["--env-id", "Pendulum-v1"], ["--env-id Pendulum-v1", "Discrete", "Box(-2.0, 2.0"]),
         (["--env-kwargs", "{size: 3}"], ["--env-kwargs"]),
         (["--n-actors", "0"], ["--n-actors 0"]),
+        (["--n-actors", "1025"], ["--n-actors 1025"]),
         (["--n-actors", "-1"], ["--n-actors -1"]),
         (["--envs-per-actor", "0"], ["--envs-per-actor 0"]),
         (["--learner-threads", "0"], ["--learner-threads 0"]),

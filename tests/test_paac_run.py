@@ -372,7 +372,6 @@ def in_a_shell(line: str) -> subprocess.CompletedProcess:
         ("> /dev/full", ""),
         (">&-", ""),
         ("2>&-", "run directory: r"),
-        ("2> /dev/full", "run directory: r"),
     ],
 )
 def test_a_run_goes_on_where_nobody_reads_what_it_prints(line: str, stdout: str, tmp_path: Path) -> None:
@@ -581,6 +580,7 @@ def test_a_number_that_is_none_gets_one_line(encoding: str) -> None:
         (["--env-id", "CartPole-v1", "--run-dir", ""], ["--run-dir ''"]),
         (["--resume", ""], ["--resume ''"]),
         (["--evaluate", ""], ["--evaluate ''"]),
+        *(([flag, "caf\udce9"], [f"{flag} 'caf\\udce9'"]) for flag in ("--run-dir", "--resume", "--evaluate")),
         (["--env-id", "CartPole-v1", "--learning-rate", "1e300"], ["--learning-rate 1e+300", "3e+38"]),
         (["--env-id", "CartPole-v1", "--total-steps", str(2**70)], [f"--total-steps {2**70}", str(2**62)]),
         (["--env-id", "CartPole-v1", "--eval-episodes", "10001"], ["--eval-episodes 10001", "10000"]),
@@ -711,7 +711,7 @@ def test_a_run_that_another_process_goes_on_with(
     flags = [*BANDIT, *SMALL, "--total-steps", "40", "--run-dir", "r"]
     assert run(*flags) == 0
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    code = "import sys, common.run\nwith common.run.only_writer('r'): print(flush=True), input()"
+    code = "import common.run\nwith common.run.only_writer('r'): print(flush=True), input()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ
     ) as other:
@@ -723,6 +723,14 @@ def test_a_run_that_another_process_goes_on_with(
         assert content(tmp_path) == before and run("--evaluate", "r", "--eval-episodes", "1") == 0
         other.kill()
     assert run("--resume", "r", "--total-steps", "80") == 0
+
+
+def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*arguments: Any) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(common.run.fcntl, "flock", flock)
+    assert run(*BANDIT, *SMALL, "--total-steps", "40", "--run-dir", "r") == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is available")
