@@ -15,7 +15,7 @@ or to the end of the episode, and then applies its gradient to θ without a lock
     python a3c.py --resume runs/...                                 # go on after an interruption
     python a3c.py --evaluate runs/... --record                      # 30 episodes and a GIF
 
-Where the sources differ or are silent, this file reads:
+Where the sources differ or are silent, this file does the following:
 - the network is the small one of the supplement (sec. 8); the main text has the larger one of Mnih et al. 2015 for
   its 57 games (`--arch nature`);
 - t_max = 5 (supplement; the author wrote 20 to others), α = 0.0007, ε = 0.1, a clipping threshold of 40 and half
@@ -28,7 +28,7 @@ whole episodes and never bootstraps: `--t-max` as long as an episode and `--no-b
 there with `--lstm` only, and pictures get the networks of sec. 8; a Gaussian's [-1, 1] is stretched to the bounds of
 the actions and clipped there, and its σ² is never below 0.01; losing a life does not end an episode; 0 to 30 no-ops.
 Vectors with Discrete actions and the presets that are not `atari` are ours.
-A process that starts, after --resume too, draws from a random stream of its own: (seed, process, T).
+Each process seeds its random stream with (seed, T at its start, its index), after --resume and a replacement as well.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,15 +51,12 @@ from common.hogwild import Team, Worker, hand_over, pick_n_processes, share, syn
 from common.run import (
     Policy,
     Run,
+    RunArgs,
     check_env,
-    check_range,
     env_seed,
-    load_part,
     make_run_dir,
     pick_arch,
-    read_flags,
-    read_preset,
-    read_run,
+    read_args,
     run_script,
     to_env,
 )
@@ -83,41 +79,25 @@ PRESETS["continuous"] |= {"value_coef": 1.0, "reward_scale": 0.002, "rms_eps": 4
 
 
 @dataclass
-class Args:
-    env_id: str = "PongNoFrameskip-v4"
-    """any Gymnasium id, `module:Id` included"""
-    env_kwargs: str = "{}"
-    """JSON: keyword arguments for the environment"""
+class Args(RunArgs):
     preset: Literal["auto", "atari", "vector", "recurrent", "continuous"] = "auto"
     """constants of the algorithm, see PRESETS; auto: continuous for Box actions, atari for images, recurrent for the
     rest with --lstm, else vector"""
     total_steps: int = 80_000_000
     """T_max: agent steps of all processes together; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
-    """of environments, initial parameters and actions; runs of several processes differ even so, as they race"""
-    run_dir: str | None = None
-    """must not exist yet; None: runs/<env-id>__<script>__<seed>__<time>"""
-    checkpoint_interval: int = 250_000
-    """agent steps between checkpoints"""
-    resume: str | None = None
-    """run directory to go on from, with new episodes; flags given beside it override the run's own"""
-    evaluate: str | None = None
-    """run directory to evaluate; trains nothing"""
-    eval_episodes: int = 30
-    """episodes to evaluate when training ends, all in parallel; 0: none"""
-    record: bool = False
-    """write agent.gif of one more episode into the run directory"""
+    """of environments, initial parameters and actions; with several processes runs differ even so, as these race"""
 
     n_processes: int | None = None
-    """actor-learners; None: one a core"""
+    """actor-learners; None: one per core"""
     arch: Literal["auto", "nips", "nature", "mlp"] = "auto"
     """network; auto: nips for images, mlp for vectors"""
     lstm: bool = False
     """an LSTM after the last hidden layer: 256 cells for images, 128 for vectors"""
     t_max: int = 5
-    """most steps of a rollout, which also ends with the episode"""
+    """longest rollout, in steps; the end of an episode ends it, too"""
     optimizer: Literal["shared-rmsprop", "rmsprop", "momentum-sgd"] = "shared-rmsprop"
-    """the three of sec. 4; the statistics of the last two belong to each process"""
+    """the three optimisers of sec. 4; the statistics of the last two belong to each process"""
     learning_rate: float = 7e-4
     """initial α"""
     gamma: float = 0.99
@@ -189,7 +169,7 @@ class ActorCritic(nn.Module):
 
     def __init__(self, observation_space: spaces.Box, action_space: gym.Space, arch: str, lstm: bool) -> None:
         super().__init__()
-        self.discrete = isinstance(action_space, spaces.Discrete)
+        self.action_space, self.discrete = action_space, isinstance(action_space, spaces.Discrete)
         n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape) + 1
         n_trunks = 1 if self.discrete else 2
         self.trunks = nn.ModuleList([Trunk(observation_space, arch, lstm) for _ in range(n_trunks)])
@@ -283,13 +263,10 @@ class RMSProp(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            grads, squares = [p.grad for p in params], [self.state[p]["square"] for p in params]
-            torch._foreach_mul_(squares, group["decay"])
-            torch._foreach_addcmul_(squares, grads, grads, 1 - group["decay"])
-            roots = torch._foreach_add(squares, group["eps"])
-            torch._foreach_sqrt_(roots)
-            torch._foreach_addcdiv_(params, grads, roots, -group["lr"])
+            for p in (p for p in group["params"] if p.grad is not None):
+                square = self.state[p]["square"].mul_(group["decay"])
+                square.addcmul_(p.grad, p.grad, value=1 - group["decay"])
+                p.addcdiv_(p.grad, (square + group["eps"]).sqrt_(), value=-group["lr"])
 
 
 class MomentumSGD(torch.optim.Optimizer):
@@ -304,19 +281,15 @@ class MomentumSGD(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            grads, means = [p.grad for p in params], [self.state[p]["mean"] for p in params]
-            torch._foreach_mul_(means, group["decay"])
-            torch._foreach_add_(means, grads, alpha=1 - group["decay"])
-            torch._foreach_add_(params, means, alpha=-group["lr"])
+            for p in (p for p in group["params"] if p.grad is not None):
+                mean = self.state[p]["mean"].mul_(group["decay"]).add_(p.grad, alpha=1 - group["decay"])
+                p.add_(mean, alpha=-group["lr"])
 
 
 # --------------------------------------------------------------------------------------------------- training
 
 
-def actor_learner(
-    worker: Worker, args: Args, shared_model: ActorCritic, optimizers: list[RMSProp | MomentumSGD]
-) -> None:
+def actor_learner(worker: Worker, args: Args, model: ActorCritic, optimizers: list[RMSProp | MomentumSGD]) -> None:
     """Algorithm S3, one process of it, to the end of training.
 
     Raises: WorkerError: the environment failed. FloatingPointError: the loss or its gradient is not finite.
@@ -326,16 +299,16 @@ def actor_learner(
     torch.manual_seed(env_seed(args.seed, start, index))
     envs = make_vec_env(args.env_id, 1, 0, json.loads(args.env_kwargs))  # one environment: n = 1 from here on
     worker.at_end.callback(envs.close)
-    model = ActorCritic(envs.single_observation_space, envs.single_action_space, args.arch, args.lstm)
-    parameters, shared_parameters = list(model.parameters()), list(shared_model.parameters())  # θ′, θ
-    obs, states = to_sequence(envs.reset(seed=env_seed(args.seed, start, index, 1))[0]), model.initial_states
+    local_model = ActorCritic(envs.single_observation_space, envs.single_action_space, args.arch, args.lstm)
+    local_parameters, parameters = list(local_model.parameters()), list(model.parameters())  # θ′, θ
+    obs, states = to_sequence(envs.reset(seed=env_seed(args.seed, start, index, 1))[0]), local_model.initial_states
     while worker.go_on():
-        sync(parameters, shared_parameters)  # θ′ ← θ
+        sync(local_parameters, parameters)  # θ′ ← θ
         observations, actions, rewards, first_states = [], [], [], states
         while True:
             with torch.no_grad():
-                output, _, states = model(obs, states)
-                action = model.sample(output[0])  # a_t by π(a_t|s_t; θ′)
+                output, _, states = local_model(obs, states)
+                action = local_model.sample(output[0])  # a_t by π(a_t|s_t; θ′)
             next_obs, reward, terminated, truncated, info = envs.step(to_env(action, envs.single_action_space))
             observations.append(obs)
             actions.append(action)
@@ -348,34 +321,27 @@ def actor_learner(
         if not done or (args.bootstrap_limits and not terminated[0]):
             last_obs = to_sequence(np.stack(info["final_obs"])) if done else obs
             with torch.no_grad():
-                R = model(last_obs, states)[1].item()  # the state after s_t is thrown away: s_t will be seen again
+                R = local_model(last_obs, states)[1].item()  # its states are dropped: s_t will be seen again
         returns = rollout_returns(rewards, R, args.gamma)  # R ← r_i + γ R
         # θ′ has not changed: one pass over the whole rollout gives the outputs that were acted on, now with gradients
-        outputs, values, _ = model(torch.cat(observations), first_states)
-        log_probs, entropies = model.log_prob_and_entropy(outputs[:, 0], torch.cat(actions))
+        outputs, values, _ = local_model(torch.cat(observations), first_states)
+        log_probs, entropies = local_model.log_prob_and_entropy(outputs[:, 0], torch.cat(actions))
         loss, policy_loss, value_loss = a3c_loss(
             log_probs, entropies, values[:, 0], returns, args.entropy_coef, args.value_coef
         )
-        for p in parameters:
-            p.grad = None
+        local_model.zero_grad()
         loss.backward()  # dθ, summed over the rollout
-        grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+        grad_norm = nn.utils.clip_grad_norm_(local_parameters, args.max_grad_norm)
         if not torch.isfinite(grad_norm):
             raise FloatingPointError(f"the loss is {loss.item()}, the norm of its gradient {grad_norm.item()}")
-        hand_over(parameters, shared_parameters)
+        hand_over(local_parameters, parameters)
         optimizer.param_groups[0]["lr"] = linear_decay(args.learning_rate, worker.global_step, args.total_steps)
         optimizer.step()  # asynchronous update of θ
         if done:
-            states = model.initial_states
-        worker.report_update(
-            {
-                "losses/policy_loss": policy_loss,
-                "losses/value_loss": value_loss,
-                "losses/entropy": entropies,
-                "losses/grad_norm": grad_norm,
-                "charts/learning_rate": optimizer.param_groups[0]["lr"],
-            }
-        )
+            states = local_model.initial_states
+        scalars = {"losses/policy_loss": policy_loss, "losses/value_loss": value_loss, "losses/entropy": entropies}
+        scalars |= {"losses/grad_norm": grad_norm, "charts/learning_rate": optimizer.param_groups[0]["lr"]}
+        worker.report_update(scalars)
 
 
 def train(args: Args, checkpoint: dict | None = None) -> int:
@@ -384,14 +350,12 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     Raises: WorkerError: an actor-learner died three times within a minute. FloatingPointError: see `actor_learner`.
     """
     torch.manual_seed(args.seed)
-    env = check_env(args)
-    model = ActorCritic(env.observation_space, env.action_space, args.arch, args.lstm)
+    model = make_model(args)
     optimizers = make_optimizers(args, model)
     parts = {"model": model} | {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
     step = checkpoint["step"] if checkpoint else 0
     team = Team(actor_learner, (args, model, optimizers), args.n_processes, args.total_steps, step)
-    new_policy = functools.partial(make_policy, model, env.action_space)
-    with Run(SCRIPT, args, parts, new_policy, checkpoint, team.quiet) as run:
+    with Run(SCRIPT, args, parts, make_policy, checkpoint, team.quiet) as run:
         share(model, *optimizers)
         with team:
             team.watch(run)
@@ -417,7 +381,13 @@ def to_sequence(obs: np.ndarray) -> Tensor:
     return torch.from_numpy(obs)[None]
 
 
-def make_policy(model: ActorCritic, action_space: gym.Space) -> Policy:
+def make_model(args: Args) -> ActorCritic:
+    """The network of a run, with fresh parameters."""
+    env = check_env(args)
+    return ActorCritic(env.observation_space, env.action_space, args.arch, args.lstm)
+
+
+def make_policy(model: ActorCritic, args: Args) -> Policy:
     """How evaluation plays: actions sampled from π, the LSTM's state carried on from zeros."""
     states = model.initial_states
 
@@ -425,7 +395,7 @@ def make_policy(model: ActorCritic, action_space: gym.Space) -> Policy:
     def policy(obs: np.ndarray) -> np.ndarray:
         nonlocal states
         outputs, _, states = model(to_sequence(obs), states)
-        return to_env(model.sample(outputs[0]), action_space)
+        return to_env(model.sample(outputs[0]), model.action_space)
 
     return policy
 
@@ -433,43 +403,28 @@ def make_policy(model: ActorCritic, action_space: gym.Space) -> Policy:
 # ------------------------------------------------------------------------------------------------------- main
 
 
+def pick_preset(args: Args, env: gym.Env) -> str:
+    if isinstance(env.action_space, spaces.Box):
+        return "continuous"
+    return "atari" if len(env.observation_space.shape) == 3 else "recurrent" if args.lstm else "vector"
+
+
 def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     """The arguments, complete and checked, and the checkpoint that --resume or --evaluate names.
 
-    Raises:
-        UsageError: an argument that cannot work. Nothing has been started or written by then.
+    Raises: UsageError: an argument that cannot work; nothing has been started or written by then.
     """
-    args, checkpoint = read_flags(argv, Args(), __doc__), None
-    if args.resume or args.evaluate:
-        args, checkpoint = read_run(SCRIPT, argv, args, fixed=("preset", "arch", "lstm", "optimizer"))
-    env = check_env(args)
-    images, continuous = len(env.observation_space.shape) == 3, isinstance(env.action_space, spaces.Box)
-    if checkpoint is None:
-        auto = "continuous" if continuous else "atari" if images else "recurrent" if args.lstm else "vector"
-        args = read_preset(argv, args, PRESETS, auto, __doc__)
+    args, checkpoint, env = read_args(SCRIPT, argv, Args(), __doc__, PRESETS, pick_preset, fixed=("lstm", "optimizer"))
     args.arch = pick_arch(args, env.observation_space, "nips")
     args.n_processes = pick_n_processes(args, checkpoint)
-    check_range(args, "total_steps checkpoint_interval t_max", 1)
-    check_range(args, "seed", 0, 2**64 - 1)
-    check_range(args, "learning_rate entropy_coef value_coef max_grad_norm reward_scale", 0)
-    check_range(args, "rms_eps", 1e-12)
-    check_range(args, "gamma rms_decay", 0, 1)
     if checkpoint is None:
         make_run_dir(SCRIPT, args)
     return args, checkpoint
 
 
-def load_policy(args: Args, checkpoint: dict) -> Callable[[], Policy]:
-    """What --evaluate plays."""
-    env = check_env(args)
-    model = ActorCritic(env.observation_space, env.action_space, args.arch, args.lstm)
-    load_part("model", model, checkpoint)
-    return functools.partial(make_policy, model, env.action_space)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    return run_script(SCRIPT, argv, parse, train, load_policy)
+    return run_script(SCRIPT, argv, parse, train, make_model, make_policy)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ in proportion to their priorities, and writes new priorities back:
 
     G_t = R_{t+1} + γ R_{t+2} + γ² R_{t+3} + γ³ Q(S_{t+3}, argmax_a Q(S_{t+3}, a; θ); θ⁻),  cut at the episode's end
     δ = G_t - Q(S_t, A_t; θ),    Q = V + A - mean_a A
-    P(i) = p_i^0.6 / Σ_k p_k^0.6,    p = |δ|,    w_i = (N P(i))^-0.4 / max_j w_j
+    P(i) = p_i^0.6 / Σ_k p_k^0.6,    p = |δ|,    w_i = u_i / max_j u_j,    u_i = (N P(i))^-0.4
     L = mean of w_i δ_i² / 2 over 512 transitions;    d = ∇L, scaled to a norm of at most 40
     g ← 0.95 g + 0.05 d²,    m ← 0.95 m + 0.05 d,    θ ← θ - α d / √(g - m² + ε)    (centred RMSProp)
     θ⁻ ← θ    every 2,500 updates
@@ -17,14 +17,15 @@ in proportion to their priorities, and writes new priorities back:
     python apex.py --resume runs/...                                # go on after an interruption
     python apex.py --evaluate runs/... --record                     # 30 episodes and a GIF
 
-Where the sources differ or are silent, this file reads:
+Where the sources differ or are silent, this file does the following:
 - an actor has several environments, which share one forward pass; ε is laid out over all environments of all actors,
   and is 0.4 where there is only one;
 - "400 frames" between two fetches are 100 steps, "50,000" at the start of learning are transitions;
 - initial priorities use max_a Q of the actor's own θ, and the same exponent as later ones; |δ| + 1e-6 is raised to it;
 - the weights are divided by the largest of the batch; one draw comes from each of 512 equal parts of the total;
 - a batch's new priorities are its errors before the update, from the pass that the gradient needs anyway;
-- half the squared error, no Huber loss; initial weights are PyTorch's own, U(±1/√fan_in); no gradient is rescaled;
+- half the squared error, no Huber loss; initial weights are PyTorch's own, U(±1/√fan_in); the trunk's
+  gradient is not scaled by 1/√2 as in Wang et al. 2016;
 - more than the capacity is tolerated until the next removal, every 100 updates, of the oldest transitions of all;
   each environment has a share of the memory of its own, with 4% to spare, beyond which its own oldest go at once;
 - an evaluated episode is played with ε = 0.001 on images and greedily on vectors; the paper does not say;
@@ -41,11 +42,9 @@ and the preset `vector` are ours.
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -56,25 +55,24 @@ from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
 
 from common.actors import Actors, Chunk, Link
-from common.atari import STACK, is_atari
+from common.atari import STACK
 from common.replay import Batch, Replay, chunk_fields, fit_replay, frame_space, replay_bytes
 from common.run import (
     Policy,
     Run,
+    RunArgs,
     UsageError,
+    atari_or_vector,
+    check_discrete,
     check_env,
-    check_range,
     env_seed,
-    load_part,
     make_run_dir,
     pick_arch,
     pick_device,
-    read_flags,
-    read_preset,
-    read_run,
+    read_args,
     run_script,
 )
-from common.vec_env import find_spec, make_vec_env, n_cores
+from common.vec_env import make_vec_env, n_cores
 
 SCRIPT = "apex"
 
@@ -99,34 +97,18 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Args:
-    env_id: str = "PongNoFrameskip-v4"
-    """any Gymnasium id, `module:Id` included"""
-    env_kwargs: str = "{}"
-    """JSON: keyword arguments for the environment"""
+class Args(RunArgs):
     preset: Literal["auto", "atari", "vector"] = "auto"
     """constants of the algorithm, see PRESETS; auto: atari for images, else vector"""
     total_steps: int = 50_000_000
     """agent steps of all environments together; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
-    """of environments, initial parameters, actions and draws; two runs differ even so, as processes race"""
-    run_dir: str | None = None
-    """must not exist yet; None: runs/<env-id>__<script>__<seed>__<time>"""
-    checkpoint_interval: int = 250_000
-    """agent steps between checkpoints"""
-    resume: str | None = None
-    """run directory to go on from, with new episodes; flags given beside it override the run's own"""
-    evaluate: str | None = None
-    """run directory to evaluate; trains nothing"""
-    eval_episodes: int = 30
-    """episodes to evaluate when training ends, all in parallel; 0: none"""
-    record: bool = False
-    """write agent.gif of one more episode into the run directory"""
+    """of environments, initial parameters, actions and draws; runs differ even so, as processes race"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the learner's network is; auto: CUDA where there is any. Actors are on the CPU"""
 
     n_actors: int | None = None
-    """actor processes; None: one a core but one with CUDA, half the cores without"""
+    """actor processes; None: with CUDA one per core but one, without it half the cores"""
     envs_per_actor: int = 16
     """environments that each actor steps together"""
     learner_threads: int | None = None
@@ -142,7 +124,7 @@ class Args:
     epsilon_alpha: float = 7.0
     """exponent α of ε_i"""
     eval_epsilon: float = 0.001
-    """ε of evaluation"""
+    """ε during evaluation"""
     chunk_size: int = 50
     """B, transitions of an environment that an actor sends at once"""
     fetch_interval: int = 100
@@ -166,7 +148,7 @@ class Args:
     priority_eps: float = 1e-6
     """added to |δ|"""
     batch_size: int = 512
-    """transitions an update"""
+    """transitions per update"""
     target_interval: int = 2_500
     """updates between two copies of θ to θ⁻"""
     learning_rate: float = 6.25e-5
@@ -236,7 +218,7 @@ def epsilon_of(epsilon: float, alpha: float, index: int, n: int) -> float:
 
 
 def epsilon_greedy(q_values: Tensor, epsilon: float | Tensor) -> Tensor:
-    """For each row of Q-values, (n, n_actions), the best action, or with probability ε, one or (n,), any; (n,)."""
+    """The best action, or with probability ε, a number or (n,), any: q_values (n, n_actions) → (n,) int64."""
     random = torch.randint(q_values.shape[1], (len(q_values),))
     return torch.where(torch.rand(len(q_values)) < epsilon, random, q_values.argmax(1))
 
@@ -261,10 +243,10 @@ def n_step_transitions(
     for k in range(n_step):
         returns += gamma**k * rewards[k : k + m] * going
         ended = going & terminated[k : k + m]
-        cut = going & ~ended & ~acted[k + 1 : k + 1 + m]
+        truncated = going & ~ended & ~acted[k + 1 : k + 1 + m]
         discounts[ended], offsets[ended] = 0, 0
-        discounts[cut], offsets[cut] = gamma ** (k + 1), k + 1
-        going &= ~(ended | cut)
+        discounts[truncated], offsets[truncated] = gamma ** (k + 1), k + 1
+        going &= ~(ended | truncated)
     return returns, discounts, offsets
 
 
@@ -289,18 +271,12 @@ class CentredRMSProp(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            grads, states = [p.grad for p in params], [self.state[p] for p in params]
-            squares, means = [state["square"] for state in states], [state["mean"] for state in states]
-            torch._foreach_mul_(squares, group["decay"])
-            torch._foreach_addcmul_(squares, grads, grads, 1 - group["decay"])
-            torch._foreach_mul_(means, group["decay"])
-            torch._foreach_add_(means, grads, alpha=1 - group["decay"])
-            roots = torch._foreach_addcmul(squares, means, means, -1)
-            torch._foreach_clamp_min_(roots, 0.0)
-            torch._foreach_add_(roots, group["eps"])
-            torch._foreach_sqrt_(roots)
-            torch._foreach_addcdiv_(params, grads, roots, -group["lr"])
+            for p in (p for p in group["params"] if p.grad is not None):
+                square, mean = self.state[p]["square"], self.state[p]["mean"]
+                square.mul_(group["decay"]).addcmul_(p.grad, p.grad, value=1 - group["decay"])
+                mean.mul_(group["decay"]).add_(p.grad, alpha=1 - group["decay"])
+                variance = square.addcmul(mean, mean, value=-1).clamp_(min=0)
+                p.addcdiv_(p.grad, variance.add_(group["eps"]).sqrt_(), value=-group["lr"])
 
 
 # ------------------------------------------------------------------------------------------------------ actor
@@ -320,22 +296,13 @@ class LocalBuffer:
         self.q_taken, self.q_max = np.zeros(room, np.float32), np.zeros(room, np.float32)
         self.count = self.n_step  # nothing has been done before the first position
 
-    def add(
-        self,
-        frame: np.ndarray,
-        age: int,
-        q_max: float,
-        action: int = 0,
-        q_taken: float = 0.0,
-        reward: float = 0.0,
-        terminated: bool = False,
-        acted: bool = True,
-    ) -> Chunk | None:
-        """Add S_t, max_a Q(S_t, a), A_t, Q(S_t, A_t) and R_{t+1}; the chunk that is complete with it, if one is."""
+    def add(self, frame: np.ndarray, age: int, q_max: float, taken: tuple | None) -> Chunk | None:
+        """Add S_t, max_a Q(S_t, a) and what was done there: A_t, Q(S_t, A_t), R_{t+1}, and whether that ended the
+        episode; None where it was truncated. Returns the chunk that is complete with it, if one is.
+        """
         i = self.count
-        self.frames[i], self.ages[i], self.q_max[i] = frame, age, q_max
-        self.actions[i], self.q_taken[i], self.rewards[i] = action, q_taken, reward
-        self.terminated[i], self.acted[i] = terminated, acted
+        self.frames[i], self.ages[i], self.q_max[i], self.acted[i] = frame, age, q_max, taken is not None
+        self.actions[i], self.q_taken[i], self.rewards[i], self.terminated[i] = taken or (0, 0.0, 0.0, False)
         self.count += 1
         return self._chunk() if self.count == len(self.ages) else None
 
@@ -359,8 +326,7 @@ def actor(link: Link, args: Args) -> None:
     """
     n, index = args.envs_per_actor, link.index
     torch.manual_seed(env_seed(args.seed, link.start, index))
-    envs = make_vec_env(args.env_id, n, int(is_atari(find_spec(args.env_id))), json.loads(args.env_kwargs))
-    envs = RecordEpisodeStatistics(envs)
+    envs = RecordEpisodeStatistics(make_vec_env(args.env_id, n, 0, json.loads(args.env_kwargs)))
     link.at_end.callback(envs.close)
     space = envs.single_observation_space
     model = QNetwork(space, envs.single_action_space, args.arch, args.bfloat16)
@@ -384,13 +350,13 @@ def actor(link: Link, args: Args) -> None:
         frames, next_ages = obs[newest], np.minimum(ages + 1, STACK - 1)
         for i, (stream, buffer) in enumerate(zip(streams, buffers, strict=True)):
             taken = actions[i], q_taken[i], learned_rewards[i], terminated[i]
-            if chunk := buffer.add(frames[i], ages[i], q_max[i], *taken):  # LocalBuffer.Add, Get(B)
+            if chunk := buffer.add(frames[i], ages[i], q_max[i], taken):  # LocalBuffer.Add, Get(B)
                 link.send(stream, chunk)  # Replay.Add(τ, p)
             if truncated[i] and not terminated[i]:  # the return goes on with Q of the final observation
                 final_obs = info["final_obs"][i][None]
                 with torch.no_grad():
                     final_q = model(torch.from_numpy(final_obs)).max().item()
-                if chunk := buffer.add(final_obs[newest][0], next_ages[i], final_q, acted=False):
+                if chunk := buffer.add(final_obs[newest][0], next_ages[i], final_q, None):
                     link.send(stream, chunk)
         done = terminated | truncated
         for i in np.flatnonzero(done):
@@ -423,7 +389,7 @@ def update(
             f"the norm of the gradient is {numbers[-1]}, the largest error {np.abs(numbers[:-1]).max()}"
         )
     optimizer.step()
-    return numbers[:-1], {"losses/value_loss": loss, "losses/grad_norm": grad_norm, "losses/q_value": q_values}
+    return numbers[:-1], {"losses/td_loss": loss, "losses/q_values": q_values, "losses/grad_norm": grad_norm}
 
 
 def train(args: Args, checkpoint: dict | None = None) -> int:
@@ -435,9 +401,7 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     torch.manual_seed(args.seed)
     n_threads = 1 if args.arch == "mlp" else max(1, n_cores() - args.n_actors)
     torch.set_num_threads(args.learner_threads or n_threads)
-    env = check_env(args)
-    space = env.observation_space
-    model = QNetwork(space, env.action_space, args.arch, args.bfloat16).to(device)
+    space, model = check_env(args).observation_space, make_model(args)
     target_model = copy.deepcopy(model)  # θ⁻
     parameters = list(model.parameters())
     optimizer = CentredRMSProp(parameters, args.learning_rate, args.rms_decay, args.rms_eps)
@@ -453,8 +417,7 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     n_parameters = sum(p.numel() for p in parameters)
     actors = Actors(actor, (args,), args.n_actors, fields, n_slots, n_parameters, start)
     ratio, added, learned = args.replay_ratio, 0, 0  # the last two: transitions since learning began
-    new_policy = functools.partial(make_policy, model, args.eval_epsilon)
-    with Run(SCRIPT, args, parts, new_policy, checkpoint, log_interval=20) as run:
+    with Run(SCRIPT, args, parts, make_policy, checkpoint, log_interval=20) as run:
         step, first_step = run.step, run.step + args.learning_starts - replay.size  # a restored memory counts
         if first_step >= args.total_steps:
             print("nothing is learned in so few steps")
@@ -490,13 +453,19 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     return run.exit_status
 
 
-def make_policy(model: QNetwork, epsilon: float) -> Policy:
+def make_model(args: Args) -> QNetwork:
+    """The network of a run, with fresh parameters."""
+    env = check_env(args)
+    return QNetwork(env.observation_space, env.action_space, args.arch, args.bfloat16).to(pick_device(args.device))
+
+
+def make_policy(model: QNetwork, args: Args) -> Policy:
     """How evaluation plays: ε-greedily."""
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
         q_values = model(torch.from_numpy(obs).to(next(model.parameters()).device)).cpu()
-        return epsilon_greedy(q_values, epsilon).numpy()
+        return epsilon_greedy(q_values, args.eval_epsilon).numpy()
 
     return policy
 
@@ -507,35 +476,14 @@ def make_policy(model: QNetwork, epsilon: float) -> Policy:
 def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     """The arguments, complete and checked, and the checkpoint that --resume or --evaluate names.
 
-    Raises:
-        UsageError: an argument that cannot work. Nothing has been started or written by then.
+    Raises: UsageError: an argument that cannot work; nothing has been started or written by then.
     """
-    args, checkpoint = read_flags(argv, Args(), __doc__), None
-    if args.resume or args.evaluate:
-        args, checkpoint = read_run(SCRIPT, argv, args, fixed=("preset", "arch"))
-    device = pick_device(args.device)  # or refuse it
-    env = check_env(args)
-    if not isinstance(env.action_space, spaces.Discrete):
-        raise UsageError(f"--env-id {args.env_id}: {SCRIPT}.py needs Discrete actions, it has {env.action_space}")
-    images = len(env.observation_space.shape) == 3
-    if checkpoint is None:
-        auto = "atari" if images else "vector"
-        args = read_preset(argv, args, PRESETS, auto, __doc__)
+    args, checkpoint, env = read_args(SCRIPT, argv, Args(), __doc__, PRESETS, atari_or_vector)
+    check_discrete(SCRIPT, args, env)
     args.arch = pick_arch(args, env.observation_space, "nature")
+    on_cuda = pick_device(args.device).type == "cuda"
     if args.n_actors is None:
-        args.n_actors = max(1, n_cores() - 1 if device.type == "cuda" else n_cores() // 2)
-    check_range(args, "total_steps checkpoint_interval envs_per_actor fetch_interval", 1)
-    check_range(args, "n_actors", 1, 1024)
-    if args.learner_threads is not None:
-        check_range(args, "learner_threads", 1, 1024)
-    check_range(args, "learning_starts trim_interval batch_size target_interval", 1)
-    check_range(args, "seed", 0, 2**64 - 1)
-    check_range(args, "learning_rate max_grad_norm reward_scale epsilon_alpha", 0)
-    check_range(args, "rms_eps priority_eps", 1e-12)
-    check_range(args, "gamma rms_decay epsilon eval_epsilon priority_alpha priority_beta", 0, 1)
-    if args.replay_ratio is not None:
-        check_range(args, "replay_ratio", 1e-3)
-    check_range(args, "n_step", 1, 255)
+        args.n_actors = max(1, n_cores() - 1 if on_cuda else n_cores() // 2)
     if args.chunk_size < (least := args.n_step + STACK):
         raise UsageError(
             f"--n-step {args.n_step} --chunk-size {args.chunk_size}: a chunk of {least} at least is needed"
@@ -549,17 +497,9 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     return args, checkpoint
 
 
-def load_policy(args: Args, checkpoint: dict) -> Callable[[], Policy]:
-    """What --evaluate plays."""
-    env = check_env(args)
-    model = QNetwork(env.observation_space, env.action_space, args.arch, args.bfloat16).to(pick_device(args.device))
-    load_part("model", model, checkpoint)
-    return functools.partial(make_policy, model, args.eval_epsilon)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    return run_script(SCRIPT, argv, parse, train, load_policy)
+    return run_script(SCRIPT, argv, parse, train, make_model, make_policy)
 
 
 if __name__ == "__main__":

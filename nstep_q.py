@@ -14,7 +14,7 @@ t_max steps, or to the end of the episode, and then applies its gradient to θ w
     python nstep_q.py --resume runs/...                             # go on after an interruption
     python nstep_q.py --evaluate runs/... --record                  # 30 episodes and a GIF
 
-Where the sources differ or are silent, this file reads:
+Where the sources differ or are silent, this file does the following:
 - I_target = 40,000 and the 4 million frames over which ε falls are counted in agent steps of all processes; as frames
   of the game they are `--target-interval 10000 --epsilon-steps 1000000`;
 - a process draws its final ε once, from {0.1, 0.01, 0.5} with probabilities {0.4, 0.3, 0.3};
@@ -24,7 +24,7 @@ Where the sources differ or are silent, this file reads:
 - an evaluated episode is played with ε = 0.05 on images and greedily on vectors; the paper does not say.
 Departures: a time limit does not cut the return, it bootstraps from the final observation; losing a life does not end
 an episode; 0 to 30 no-ops. The paper has no vectors: the MLP and the preset `vector` are ours.
-A process that starts, after --resume too, draws from a random stream of its own: (seed, process, T).
+Each process seeds its random stream with (seed, T at its start, its index), after --resume and a replacement as well.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,16 +46,15 @@ from common.hogwild import Team, Worker, hand_over, pick_n_processes, share, syn
 from common.run import (
     Policy,
     Run,
+    RunArgs,
     UsageError,
+    atari_or_vector,
+    check_discrete,
     check_env,
-    check_range,
     env_seed,
-    load_part,
     make_run_dir,
     pick_arch,
-    read_flags,
-    read_preset,
-    read_run,
+    read_args,
     run_script,
 )
 from common.vec_env import make_vec_env
@@ -81,48 +79,32 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Args:
-    env_id: str = "PongNoFrameskip-v4"
-    """any Gymnasium id, `module:Id` included"""
-    env_kwargs: str = "{}"
-    """JSON: keyword arguments for the environment"""
+class Args(RunArgs):
     preset: Literal["auto", "atari", "vector"] = "auto"
     """constants of the algorithm, see PRESETS; auto: atari for images, else vector"""
     total_steps: int = 80_000_000
     """T_max: agent steps of all processes together; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
-    """of environments, initial parameters and actions; runs of several processes differ even so, as they race"""
-    run_dir: str | None = None
-    """must not exist yet; None: runs/<env-id>__<script>__<seed>__<time>"""
-    checkpoint_interval: int = 250_000
-    """agent steps between checkpoints"""
-    resume: str | None = None
-    """run directory to go on from, with new episodes; flags given beside it override the run's own"""
-    evaluate: str | None = None
-    """run directory to evaluate; trains nothing"""
-    eval_episodes: int = 30
-    """episodes to evaluate when training ends, all in parallel; 0: none"""
-    record: bool = False
-    """write agent.gif of one more episode into the run directory"""
+    """of environments, initial parameters and actions; with several processes runs differ even so, as these race"""
 
     n_processes: int | None = None
-    """actor-learners; None: one a core"""
+    """actor-learners; None: one per core"""
     arch: Literal["auto", "nips", "nature", "mlp"] = "auto"
     """network; auto: nips for images, mlp for vectors"""
     t_max: int = 5
-    """most steps of a rollout, which also ends with the episode"""
+    """longest rollout, in steps; the end of an episode ends it, too"""
     target_interval: int = 40_000
     """I_target, global agent steps between two copies of θ to θ⁻"""
     epsilon_finals: tuple[float, ...] = (0.1, 0.01, 0.5)
-    """of which each process draws the ε that it ends with"""
+    """each process draws its final ε from these"""
     epsilon_probs: tuple[float, ...] = (0.4, 0.3, 0.3)
     """probabilities of epsilon_finals"""
     epsilon_steps: int = 4_000_000
     """global agent steps over which ε falls from 1 to its final value"""
     eval_epsilon: float = 0.05
-    """ε of evaluation"""
+    """ε during evaluation"""
     optimizer: Literal["shared-rmsprop", "rmsprop", "momentum-sgd"] = "shared-rmsprop"
-    """the three of sec. 4; the statistics of the last two belong to each process"""
+    """the three optimisers of sec. 4; the statistics of the last two belong to each process"""
     learning_rate: float = 7e-4
     """initial α"""
     gamma: float = 0.99
@@ -190,7 +172,7 @@ def epsilon_at(final: float, step: int, epsilon_steps: int) -> float:
 
 
 def epsilon_greedy(q_values: Tensor, epsilon: float | Tensor) -> Tensor:
-    """For each row of Q-values, (n, n_actions), the best action, or with probability ε, one or (n,), any; (n,)."""
+    """The best action, or with probability ε, a number or (n,), any: q_values (n, n_actions) → (n,) int64."""
     random = torch.randint(q_values.shape[1], (len(q_values),))
     return torch.where(torch.rand(len(q_values)) < epsilon, random, q_values.argmax(1))
 
@@ -215,13 +197,10 @@ class RMSProp(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            grads, squares = [p.grad for p in params], [self.state[p]["square"] for p in params]
-            torch._foreach_mul_(squares, group["decay"])
-            torch._foreach_addcmul_(squares, grads, grads, 1 - group["decay"])
-            roots = torch._foreach_add(squares, group["eps"])
-            torch._foreach_sqrt_(roots)
-            torch._foreach_addcdiv_(params, grads, roots, -group["lr"])
+            for p in (p for p in group["params"] if p.grad is not None):
+                square = self.state[p]["square"].mul_(group["decay"])
+                square.addcmul_(p.grad, p.grad, value=1 - group["decay"])
+                p.addcdiv_(p.grad, (square + group["eps"]).sqrt_(), value=-group["lr"])
 
 
 class MomentumSGD(torch.optim.Optimizer):
@@ -236,18 +215,16 @@ class MomentumSGD(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            grads, means = [p.grad for p in params], [self.state[p]["mean"] for p in params]
-            torch._foreach_mul_(means, group["decay"])
-            torch._foreach_add_(means, grads, alpha=1 - group["decay"])
-            torch._foreach_add_(params, means, alpha=-group["lr"])
+            for p in (p for p in group["params"] if p.grad is not None):
+                mean = self.state[p]["mean"].mul_(group["decay"]).add_(p.grad, alpha=1 - group["decay"])
+                p.add_(mean, alpha=-group["lr"])
 
 
 # --------------------------------------------------------------------------------------------------- training
 
 
 def actor_learner(
-    worker: Worker, args: Args, shared_model: QNetwork, target_model: QNetwork, optimizers: list[RMSProp | MomentumSGD]
+    worker: Worker, args: Args, model: QNetwork, target_model: QNetwork, optimizers: list[RMSProp | MomentumSGD]
 ) -> None:
     """Algorithm S2, one process of it, to the end of training.
 
@@ -258,17 +235,17 @@ def actor_learner(
     torch.manual_seed(env_seed(args.seed, start, index))
     envs = make_vec_env(args.env_id, 1, 0, json.loads(args.env_kwargs))  # one environment: n = 1 from here on
     worker.at_end.callback(envs.close)
-    model = QNetwork(envs.single_observation_space, envs.single_action_space, args.arch)
-    parameters, shared_parameters = list(model.parameters()), list(shared_model.parameters())  # θ′, θ
+    local_model = QNetwork(envs.single_observation_space, envs.single_action_space, args.arch)
+    local_parameters, parameters = list(local_model.parameters()), list(model.parameters())  # θ′, θ
     target_parameters = list(target_model.parameters())  # θ⁻
     obs = torch.from_numpy(envs.reset(seed=env_seed(args.seed, start, index, 1))[0])
     while worker.go_on():
-        sync(parameters, shared_parameters)  # θ′ ← θ
+        sync(local_parameters, parameters)  # θ′ ← θ
         observations, actions, rewards = [], [], []
         while True:
             epsilon = epsilon_at(epsilon_final, worker.global_step, args.epsilon_steps)
             with torch.no_grad():
-                action = epsilon_greedy(model(obs), epsilon)  # a_t by Q(s_t, a; θ′)
+                action = epsilon_greedy(local_model(obs), epsilon)  # a_t by Q(s_t, a; θ′)
             next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
             observations.append(obs)
             actions.append(action)
@@ -283,27 +260,21 @@ def actor_learner(
             with torch.no_grad():
                 R = target_model(last_obs).max().item()
         returns = rollout_returns(rewards, R, args.gamma)  # R ← r_i + γ R
-        q_values = model(torch.cat(observations)).gather(1, torch.stack(actions)).squeeze(1)  # Q(s_i, a_i; θ′)
+        q_values = local_model(torch.cat(observations)).gather(1, torch.stack(actions)).squeeze(1)  # Q(s_i, a_i; θ′)
         squares = (returns - q_values).square()
-        for p in parameters:
-            p.grad = None
+        local_model.zero_grad()
         squares.sum().backward()  # dθ, summed over the rollout
-        grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+        grad_norm = nn.utils.clip_grad_norm_(local_parameters, args.max_grad_norm)
         if not torch.isfinite(grad_norm):
             raise FloatingPointError(f"the norm of the gradient is {grad_norm.item()}")
-        hand_over(parameters, shared_parameters)
+        hand_over(local_parameters, parameters)
         optimizer.param_groups[0]["lr"] = linear_decay(args.learning_rate, worker.global_step, args.total_steps)
         optimizer.step()  # asynchronous update of θ
         if worker.crossed(args.target_interval):
-            sync(target_parameters, shared_parameters)  # θ⁻ ← θ
-        worker.report_update(
-            {
-                "losses/value_loss": squares,
-                "losses/grad_norm": grad_norm,
-                "charts/epsilon": epsilon,
-                "charts/learning_rate": optimizer.param_groups[0]["lr"],
-            }
-        )
+            sync(target_parameters, parameters)  # θ⁻ ← θ
+        scalars = {"losses/td_loss": squares, "losses/q_values": q_values, "losses/grad_norm": grad_norm}
+        scalars |= {"charts/epsilon": epsilon, "charts/learning_rate": optimizer.param_groups[0]["lr"]}
+        worker.report_update(scalars)
 
 
 def train(args: Args, checkpoint: dict | None = None) -> int:
@@ -312,16 +283,14 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     Raises: WorkerError: an actor-learner died three times within a minute. FloatingPointError: see `actor_learner`.
     """
     torch.manual_seed(args.seed)
-    env = check_env(args)
-    model = QNetwork(env.observation_space, env.action_space, args.arch)
+    model = make_model(args)
     target_model = copy.deepcopy(model)  # θ⁻
     optimizers = make_optimizers(args, model)
     parts = {"model": model, "target_model": target_model}
     parts |= {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
     step = checkpoint["step"] if checkpoint else 0
     team = Team(actor_learner, (args, model, target_model, optimizers), args.n_processes, args.total_steps, step)
-    new_policy = functools.partial(make_policy, model, args.eval_epsilon)
-    with Run(SCRIPT, args, parts, new_policy, checkpoint, team.quiet) as run:
+    with Run(SCRIPT, args, parts, make_policy, checkpoint, team.quiet) as run:
         share(model, *optimizers)
         share(target_model)
         with team:
@@ -343,12 +312,18 @@ def learned_reward(reward: float, args: Args) -> float:
     return max(-1.0, min(1.0, reward)) if args.clip_rewards else reward * args.reward_scale
 
 
-def make_policy(model: QNetwork, epsilon: float) -> Policy:
+def make_model(args: Args) -> QNetwork:
+    """The network of a run, with fresh parameters."""
+    env = check_env(args)
+    return QNetwork(env.observation_space, env.action_space, args.arch)
+
+
+def make_policy(model: QNetwork, args: Args) -> Policy:
     """How evaluation plays: ε-greedily."""
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
-        return epsilon_greedy(model(torch.from_numpy(obs)), epsilon).numpy()
+        return epsilon_greedy(model(torch.from_numpy(obs)), args.eval_epsilon).numpy()
 
     return policy
 
@@ -359,26 +334,12 @@ def make_policy(model: QNetwork, epsilon: float) -> Policy:
 def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     """The arguments, complete and checked, and the checkpoint that --resume or --evaluate names.
 
-    Raises:
-        UsageError: an argument that cannot work. Nothing has been started or written by then.
+    Raises: UsageError: an argument that cannot work; nothing has been started or written by then.
     """
-    args, checkpoint = read_flags(argv, Args(), __doc__), None
-    if args.resume or args.evaluate:
-        args, checkpoint = read_run(SCRIPT, argv, args, fixed=("preset", "arch", "optimizer"))
-    env = check_env(args)
-    if not isinstance(env.action_space, spaces.Discrete):
-        raise UsageError(f"--env-id {args.env_id}: {SCRIPT}.py needs Discrete actions, it has {env.action_space}")
-    images = len(env.observation_space.shape) == 3
-    if checkpoint is None:
-        auto = "atari" if images else "vector"
-        args = read_preset(argv, args, PRESETS, auto, __doc__)
+    args, checkpoint, env = read_args(SCRIPT, argv, Args(), __doc__, PRESETS, atari_or_vector, fixed=("optimizer",))
+    check_discrete(SCRIPT, args, env)
     args.arch = pick_arch(args, env.observation_space, "nips")
     args.n_processes = pick_n_processes(args, checkpoint)
-    check_range(args, "total_steps checkpoint_interval t_max target_interval epsilon_steps", 1)
-    check_range(args, "seed", 0, 2**64 - 1)
-    check_range(args, "learning_rate max_grad_norm reward_scale", 0)
-    check_range(args, "rms_eps", 1e-12)
-    check_range(args, "gamma rms_decay eval_epsilon", 0, 1)
     finals, probs = args.epsilon_finals, args.epsilon_probs
     if not all(0 <= x <= 1 for x in (*finals, *probs)) or len(finals) != len(probs) or not math.isclose(sum(probs), 1):
         raise UsageError(f"--epsilon-finals {finals} --epsilon-probs {probs}: a probability for each value is needed")
@@ -387,17 +348,9 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     return args, checkpoint
 
 
-def load_policy(args: Args, checkpoint: dict) -> Callable[[], Policy]:
-    """What --evaluate plays."""
-    env = check_env(args)
-    model = QNetwork(env.observation_space, env.action_space, args.arch)
-    load_part("model", model, checkpoint)
-    return functools.partial(make_policy, model, args.eval_epsilon)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    return run_script(SCRIPT, argv, parse, train, load_policy)
+    return run_script(SCRIPT, argv, parse, train, make_model, make_policy)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ One policy acts in n_e environments at once. After t_max steps of all of them, o
     python paac.py --resume runs/...                                # go on after an interruption
     python paac.py --evaluate runs/... --record                     # 30 episodes and a GIF
 
-Where the paper and its released code (github.com/Alfredvc/paac) differ or are silent, this file reads:
+Where the paper and its released code (github.com/Alfredvc/paac) differ or are silent, this file does the following:
 - the loss is a sum over t_max where eq. (10) has a mean, so that α = 0.0007 n_e is A3C's step for each environment
   (the code has the mean times 5, which is the same with t_max = 5);
 - the value loss has the code's coefficient 0.25; eq. (11) has 1;
@@ -21,9 +21,9 @@ Where the paper and its released code (github.com/Alfredvc/paac) differ or are s
 - α falls to zero over N_max (the code; the paper does not say);
 - N_max, β and the clipping threshold are the paper's with `--preset paper`, the code's with `--preset code`.
 
-Departures: a time limit does not cut the return, it bootstraps from V of the final observation. Games start with 0 to
-30 no-ops (the code), the paper says 1 to 30, and with a stack of one frame and black ones; they are cut after half an
-hour, and ALE makes them grey and small (common/atari.py). The paper has no vectors and no continuous actions: the MLP,
+Departures: a time limit does not cut the return, it bootstraps from V of the final observation. Games start after 0 to
+30 no-ops (the code; the paper says 1 to 30) with three black frames in the first stack, are truncated after half an
+hour, and are greyed and resized by ALE (common/atari.py). The paper has no vectors and no continuous actions: the MLP,
 its running normalisation, the Gaussian (its [-1, 1] stretched to the bounds of the actions) and the presets `vector`
 and `continuous` are ours. Everything is float32, but for convolutions on CUDA, which PyTorch computes in TF32 unless
 told otherwise, and for `--bfloat16`.
@@ -37,11 +37,9 @@ if __name__ == "__main__":  # OpenMP's threads would go on spinning between forw
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import contextlib
-import functools
 import json
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -55,17 +53,15 @@ from torch import Tensor, nn
 from common.run import (
     Policy,
     Run,
+    RunArgs,
     check_env,
     check_range,
     check_rollout,
     env_seed,
-    load_part,
     make_run_dir,
     pick_arch,
     pick_device,
-    read_flags,
-    read_preset,
-    read_run,
+    read_args,
     run_script,
     to_env,
 )
@@ -85,34 +81,18 @@ PRESETS: dict[str, dict[str, Any]] = {
 # which wants --entropy-coef 0.01 even so.
 PRESETS["continuous"] = PRESETS["vector"] | {"entropy_coef": 1e-4, "gamma": 0.95, "t_max": 20, "value_coef": 1.0}
 
-# What the forward pass of one observation keeps for the backward pass in float32, besides a normalised vector.
+# Bytes that the forward pass of one observation keeps for the backward pass, in float32, besides a normalised vector.
 KEPT_BYTES = {"nips": 160_256, "nature": 211_968, "mlp": 1_024}
 
 
 @dataclass
-class Args:
-    env_id: str = "PongNoFrameskip-v4"
-    """any Gymnasium id, `module:Id` included"""
-    env_kwargs: str = "{}"
-    """JSON: keyword arguments for the environment"""
+class Args(RunArgs):
     preset: Literal["auto", "paper", "code", "vector", "continuous"] = "auto"
     """constants of the algorithm, see PRESETS; auto: continuous for Box actions, else paper for images or vector"""
     total_steps: int = 115_000_000
     """N_max: agent steps of all environments together; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
-    """of environments, initial parameters and action sampling"""
-    run_dir: str | None = None
-    """must not exist yet; None: runs/<env-id>__<script>__<seed>__<time>"""
-    checkpoint_interval: int = 250_000
-    """agent steps between checkpoints"""
-    resume: str | None = None
-    """run directory to go on from, with new episodes; flags given beside it override the run's own"""
-    evaluate: str | None = None
-    """run directory to evaluate; trains nothing"""
-    eval_episodes: int = 30
-    """episodes to evaluate when training ends, all in parallel; 0: none"""
-    record: bool = False
-    """write agent.gif of one more episode into the run directory"""
+    """of environments, initial parameters and actions"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the network is; auto: CUDA where there is any"""
 
@@ -193,22 +173,21 @@ class ActorCritic(nn.Module):
         self, observation_space: spaces.Box, action_space: gym.Space, arch: str, bfloat16: bool = False
     ) -> None:
         super().__init__()
-        self.discrete, self.bfloat16 = isinstance(action_space, spaces.Discrete), bfloat16
+        self.action_space, self.discrete = action_space, isinstance(action_space, spaces.Discrete)
+        self.bfloat16 = bfloat16
         n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape)
-        if arch == "nips":  # (n, 4, 84, 84) → 16x20x20 → 32x9x9 → 256
-            layers = [*conv(4, 16, 8, 4), *conv(16, 32, 4, 2)]
-            layers += [nn.Flatten(), nn.Linear(2592, 256), nn.ReLU(inplace=True)]
-        elif arch == "nature":  # (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7 → 512
-            layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1)]
-            layers += [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(inplace=True)]
         if arch == "mlp":
             n_inputs = observation_space.shape[0]
             self.trunk = RunningNorm(n_inputs, eps=1e-8, clip=10.0)
             self.policy, self.value = mlp(n_inputs, n_outputs), mlp(n_inputs, 1)
         else:
+            if arch == "nips":  # (n, 4, 84, 84) → 16x20x20 → 32x9x9 → 256
+                layers, n_flat, size = [*conv(4, 16, 8, 4), *conv(16, 32, 4, 2)], 2592, 256
+            else:  # nature: (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7 → 512
+                layers, n_flat, size = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1)], 3136, 512
+            layers += [nn.Flatten(), nn.Linear(n_flat, size), nn.ReLU(inplace=True)]
             self.trunk = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # 1.6 times faster on CPU
-            self.policy = nn.Linear(layers[-2].out_features, n_outputs)
-            self.value = nn.Linear(layers[-2].out_features, 1)
+            self.policy, self.value = nn.Linear(size, n_outputs), nn.Linear(size, 1)
         if not self.discrete:
             self.log_std = nn.Parameter(torch.zeros(n_outputs))
 
@@ -294,13 +273,10 @@ class RMSProp(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            grads, squares = [p.grad for p in params], [self.state[p]["square"] for p in params]
-            torch._foreach_mul_(squares, group["decay"])
-            torch._foreach_addcmul_(squares, grads, grads, 1 - group["decay"])
-            roots = torch._foreach_add(squares, group["eps"])
-            torch._foreach_sqrt_(roots)
-            torch._foreach_addcdiv_(params, grads, roots, -group["lr"])
+            for p in (p for p in group["params"] if p.grad is not None):
+                square = self.state[p]["square"].mul_(group["decay"])
+                square.addcmul_(p.grad, p.grad, value=1 - group["decay"])
+                p.addcdiv_(p.grad, (square + group["eps"]).sqrt_(), value=-group["lr"])
 
 
 # --------------------------------------------------------------------------------------------------- training
@@ -316,14 +292,13 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     if args.arch == "mlp":
         torch.set_num_threads(1)  # so small a network takes twice the time with two
     envs = RecordEpisodeStatistics(make_vec_env(args.env_id, args.n_envs, args.n_workers, json.loads(args.env_kwargs)))
-    model = ActorCritic(envs.single_observation_space, envs.single_action_space, args.arch, args.bfloat16).to(device)
+    model = make_model(args)
     optimizer = RMSProp(model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, initial_square=1.0)
-    new_policy = functools.partial(make_policy, model, envs.single_action_space)
     parts = {"model": model, "optimizer": optimizer}
     shape = (args.t_max, args.n_envs)
     rewards, dones = np.zeros(shape, np.float32), np.zeros(shape, np.bool_)
     final_values = torch.zeros(shape, device=device)
-    with Run(SCRIPT, args, parts, new_policy, checkpoint) as run, contextlib.closing(envs):
+    with Run(SCRIPT, args, parts, make_policy, checkpoint) as run, contextlib.closing(envs):
         step = run.step
         obs = to_device(envs.reset(seed=env_seed(args.seed, step))[0], device)
         while step < args.total_steps and not run.stopped:  # l. 3, 20
@@ -343,11 +318,11 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                 obs = to_device(next_obs, device)
                 rewards[t] = np.clip(reward, -1, 1) if args.clip_rewards else reward * args.reward_scale
                 dones[t] = terminated | truncated
-                cut = truncated & ~terminated
-                if cut.any():  # a time limit ends the episode but not the return
+                timed_out = truncated & ~terminated
+                if timed_out.any():  # a time limit ends the episode but not the return
                     with torch.no_grad():
-                        final_obs = to_device(np.stack(info["final_obs"][cut]), device)
-                        final_values[t, to_device(cut, device)] = model(final_obs)[1]
+                        final_obs = to_device(np.stack(info["final_obs"][timed_out]), device)
+                        final_values[t, to_device(timed_out, device)] = model(final_obs)[1]
                 if "episode" in info:
                     ended = info["_episode"]
                     run.count_episodes(info["episode"]["r"][ended], info["episode"]["l"][ended])
@@ -372,16 +347,9 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
             optimizer.step()  # l. 18
             if isinstance(model.trunk, RunningNorm):
                 model.trunk.update(torch.stack(observations))
-            run.count_update(
-                step,
-                {
-                    "losses/policy_loss": policy_loss,
-                    "losses/value_loss": value_loss,
-                    "losses/entropy": entropies,
-                    "losses/grad_norm": grad_norm,
-                    "charts/learning_rate": optimizer.param_groups[0]["lr"],
-                },
-            )
+            scalars = {"losses/policy_loss": policy_loss, "losses/value_loss": value_loss, "losses/entropy": entropies}
+            scalars |= {"losses/grad_norm": grad_norm, "charts/learning_rate": optimizer.param_groups[0]["lr"]}
+            run.count_update(step, scalars)
     return run.exit_status
 
 
@@ -389,13 +357,19 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device)
 
 
-def make_policy(model: ActorCritic, action_space: gym.Space) -> Policy:
+def make_model(args: Args) -> ActorCritic:
+    """The network of a run, with fresh parameters."""
+    env = check_env(args)
+    return ActorCritic(env.observation_space, env.action_space, args.arch, args.bfloat16).to(pick_device(args.device))
+
+
+def make_policy(model: ActorCritic, args: Args) -> Policy:
     """How evaluation plays: actions sampled from π, as in training."""
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
         outputs, _ = model(to_device(obs, next(model.parameters()).device))
-        return to_env(model.sample(outputs), action_space)
+        return to_env(model.sample(outputs), model.action_space)
 
     return policy
 
@@ -403,49 +377,33 @@ def make_policy(model: ActorCritic, action_space: gym.Space) -> Policy:
 # ------------------------------------------------------------------------------------------------------- main
 
 
+def pick_preset(args: Args, env: gym.Env) -> str:
+    if isinstance(env.action_space, spaces.Box):
+        return "continuous"
+    return "paper" if len(env.observation_space.shape) == 3 else "vector"
+
+
 def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     """The arguments, complete and checked, and the checkpoint that --resume or --evaluate names.
 
-    Raises:
-        UsageError: an argument that cannot work. Nothing has been started or written by then.
+    Raises: UsageError: an argument that cannot work; nothing has been started or written by then.
     """
-    args, checkpoint = read_flags(argv, Args(), __doc__), None
-    if args.resume or args.evaluate:
-        args, checkpoint = read_run(SCRIPT, argv, args, fixed=("preset", "arch", "n_envs"))
-    pick_device(args.device)  # or refuse it
-    env = check_env(args)
-    images, continuous = len(env.observation_space.shape) == 3, isinstance(env.action_space, spaces.Box)
-    if checkpoint is None:
-        auto = "continuous" if continuous else "paper" if images else "vector"
-        args = read_preset(argv, args, PRESETS, auto, __doc__)
+    args, checkpoint, env = read_args(SCRIPT, argv, Args(), __doc__, PRESETS, pick_preset, fixed=("n_envs",))
     args.arch = pick_arch(args, env.observation_space, "nips")
-    check_range(args, "total_steps checkpoint_interval n_envs t_max", 1)
     if args.learning_rate is None:
         args.learning_rate = 0.0007 * args.n_envs
     if args.n_workers is None:
         args.n_workers = min(8, n_cores(), args.n_envs)
     check_range(args, "n_workers", 0, args.n_envs)
-    check_range(args, "seed", 0, 2**64 - 1)
-    check_range(args, "learning_rate entropy_coef value_coef max_grad_norm reward_scale", 0)
-    check_range(args, "rms_eps", 1e-12)
-    check_range(args, "gamma rms_decay", 0, 1)
     check_rollout(args, args.t_max, env.observation_space, KEPT_BYTES[args.arch])
     if checkpoint is None:
         make_run_dir(SCRIPT, args)
     return args, checkpoint
 
 
-def load_policy(args: Args, checkpoint: dict) -> Callable[[], Policy]:
-    """What --evaluate plays."""
-    env = check_env(args)
-    model = ActorCritic(env.observation_space, env.action_space, args.arch, args.bfloat16).to(pick_device(args.device))
-    load_part("model", model, checkpoint)
-    return functools.partial(make_policy, model, env.action_space)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    return run_script(SCRIPT, argv, parse, train, load_policy)
+    return run_script(SCRIPT, argv, parse, train, make_model, make_policy)
 
 
 if __name__ == "__main__":

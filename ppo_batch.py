@@ -42,11 +42,9 @@ if __name__ == "__main__":  # OpenMP's threads would go on spinning between forw
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import contextlib
-import functools
 import json
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,17 +58,16 @@ from torch import Tensor, nn
 from common.run import (
     Policy,
     Run,
+    RunArgs,
+    atari_or_vector,
     check_env,
     check_range,
     check_rollout,
     env_seed,
-    load_part,
     make_run_dir,
     pick_arch,
     pick_device,
-    read_flags,
-    read_preset,
-    read_run,
+    read_args,
     run_script,
     to_env,
 )
@@ -78,7 +75,7 @@ from common.vec_env import make_vec_env, n_cores
 
 SCRIPT = "ppo_batch"
 
-# What each kind of task changes in Args, whose defaults are those of PFRL's train_ppo_ale.
+# Which constants hold for which kind of task: what differs from Args, which has the Atari ones, PFRL's train_ppo_ale.
 PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
     # Vectors: PFRL's reproduction of PPO on MuJoCo, but for n_envs, where it has 1, and anneal_lr, where it has False:
@@ -100,29 +97,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Args:
-    env_id: str = "PongNoFrameskip-v4"
-    """any Gymnasium id, `module:Id` included"""
-    env_kwargs: str = "{}"
-    """JSON: keyword arguments for the environment"""
+class Args(RunArgs):
     preset: Literal["auto", "atari", "vector"] = "auto"
     """constants of the algorithm, see PRESETS; auto: atari for images, else vector"""
     total_steps: int = 10_000_000
     """agent steps of all simulators together; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
-    """of environments, initial parameters, action sampling and minibatches"""
-    run_dir: str | None = None
-    """must not exist yet; None: runs/<env-id>__<script>__<seed>__<time>"""
-    checkpoint_interval: int = 250_000
-    """agent steps between checkpoints"""
-    resume: str | None = None
-    """run directory to go on from, with new episodes; flags given beside it override the run's own"""
-    evaluate: str | None = None
-    """run directory to evaluate; trains nothing"""
-    eval_episodes: int = 30
-    """episodes to evaluate when training ends, all in parallel; 0: none"""
-    record: bool = False
-    """write agent.gif of one more episode into the run directory"""
+    """of environments, initial parameters, actions and minibatches"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the network is; auto: CUDA where there is any"""
 
@@ -146,14 +127,14 @@ class Args:
     """initial α of Adam"""
     anneal_lr: bool = True
     """α falls to zero over total_steps"""
-    clip_coef: float = 0.1
-    """ε of the surrogate, at the start"""
-    anneal_clip: bool = False
-    """ε of the surrogate falls to zero over total_steps"""
     gamma: float = 0.99
     """γ, discount per step"""
     gae_lambda: float = 0.95
     """λ of the advantages"""
+    clip_coef: float = 0.1
+    """ε of the surrogate, at the start"""
+    anneal_clip: bool = False
+    """ε of the surrogate falls to zero over total_steps"""
     standardize_advantages: bool = True
     """to mean 0 and standard deviation 1 over the N·T transitions"""
     entropy_coef: float = 0.01
@@ -220,7 +201,8 @@ class ActorCritic(nn.Module):
         self, observation_space: spaces.Box, action_space: gym.Space, arch: str, bfloat16: bool = False
     ) -> None:
         super().__init__()
-        self.discrete, self.bfloat16 = isinstance(action_space, spaces.Discrete), bfloat16
+        self.action_space, self.discrete = action_space, isinstance(action_space, spaces.Discrete)
+        self.bfloat16 = bfloat16
         n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape)
         if arch == "mlp":
             n_inputs = observation_space.shape[0]
@@ -388,16 +370,15 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     if args.arch == "mlp":
         torch.set_num_threads(1)  # so small a network takes twice the time with two
     envs = RecordEpisodeStatistics(make_vec_env(args.env_id, args.n_envs, args.n_workers, json.loads(args.env_kwargs)))
-    model = ActorCritic(envs.single_observation_space, envs.single_action_space, args.arch, args.bfloat16).to(device)
+    model = make_model(args)
     optimizer = torch.optim.Adam(model.parameters(), args.learning_rate, eps=args.adam_eps, fused=True)
-    new_policy = functools.partial(make_policy, model, envs.single_action_space)
     parts = {"model": model, "optimizer": optimizer}
     t_max = rollout_length(args)
     shape = (t_max, args.n_envs)
     rewards, dones = np.zeros(shape, np.float32), np.zeros(shape, np.bool_)
     final_values = torch.zeros(shape, device=device)
     observations = empty_observations(envs.single_observation_space, t_max, args.n_envs, device)
-    with Run(SCRIPT, args, parts, new_policy, checkpoint, log_interval=1) as run, contextlib.closing(envs):
+    with Run(SCRIPT, args, parts, make_policy, checkpoint, log_interval=1) as run, contextlib.closing(envs):
         step = run.step
         obs = to_device(envs.reset(seed=env_seed(args.seed, step))[0], device)
         while step < args.total_steps and not run.stopped:  # iterations
@@ -415,11 +396,11 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                 obs = to_device(next_obs, device)  # where an episode ended: the first of the next one
                 rewards[t] = np.clip(reward, -1, 1) if args.clip_rewards else reward * args.reward_scale
                 dones[t] = terminated | truncated
-                cut = truncated & ~terminated
-                if args.bootstrap_limits and cut.any():  # a time limit ends the episode but not the return
+                timed_out = truncated & ~terminated
+                if args.bootstrap_limits and timed_out.any():  # a time limit ends the episode but not the return
                     with torch.no_grad():
-                        final_obs = to_device(np.stack(info["final_obs"][cut]), device)
-                        final_values[t, to_device(cut, device)] = model(final_obs)[1]
+                        final_obs = to_device(np.stack(info["final_obs"][timed_out]), device)
+                        final_values[t, to_device(timed_out, device)] = model(final_obs)[1]
                 if "episode" in info:
                     ended = info["_episode"]
                     run.count_episodes(info["episode"]["r"][ended], info["episode"]["l"][ended])
@@ -434,17 +415,17 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                 advantages = (advantages - advantages.mean()) / (advantages.std(unbiased=False) + 1e-8)
             if isinstance(model.trunk, RunningNorm):
                 model.trunk.update(observations)
-            alpha = linear_decay(args.learning_rate, step, args.total_steps) if args.anneal_lr else args.learning_rate
-            epsilon = linear_decay(args.clip_coef, step, args.total_steps) if args.anneal_clip else args.clip_coef
-            optimizer.param_groups[0]["lr"] = alpha
+            lr = linear_decay(args.learning_rate, step, args.total_steps) if args.anneal_lr else args.learning_rate
+            clip_coef = linear_decay(args.clip_coef, step, args.total_steps) if args.anneal_clip else args.clip_coef
+            optimizer.param_groups[0]["lr"] = lr
             step += args.n_envs * t_max
             batch = tuple(x.flatten(0, 1) for x in (observations, actions, log_probs, advantages, returns))
-            total_loss, scalars = update(model, optimizer, batch, epsilon, args)  # θ_old ← θ
+            total_loss, scalars = update(model, optimizer, batch, clip_coef, args)  # K epochs
             with torch.no_grad():
                 checked = [x.isfinite().all() for x in (total_loss, *model.parameters(), *model(obs))]
             if not torch.stack(checked).all():  # not after each minibatch: looking makes a GPU wait
                 raise FloatingPointError(f"step {run.step}: a loss, a parameter or an output is not finite")
-            run.count_update(step, scalars | {"charts/learning_rate": alpha})
+            run.count_update(step, scalars | {"charts/learning_rate": lr})
     return run.exit_status
 
 
@@ -460,13 +441,19 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device)
 
 
-def make_policy(model: ActorCritic, action_space: gym.Space) -> Policy:
+def make_model(args: Args) -> ActorCritic:
+    """The network of a run, with fresh parameters."""
+    env = check_env(args)
+    return ActorCritic(env.observation_space, env.action_space, args.arch, args.bfloat16).to(pick_device(args.device))
+
+
+def make_policy(model: ActorCritic, args: Args) -> Policy:
     """How evaluation plays: actions sampled from π, observations normalised by the statistics of training."""
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
         outputs, _ = model(to_device(obs, next(model.parameters()).device))
-        return to_env(model.sample(outputs), action_space)
+        return to_env(model.sample(outputs), model.action_space)
 
     return policy
 
@@ -477,49 +464,23 @@ def make_policy(model: ActorCritic, action_space: gym.Space) -> Policy:
 def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     """The arguments, complete and checked, and the checkpoint that --resume or --evaluate names.
 
-    Raises:
-        UsageError: an argument that cannot work. Nothing has been started or written by then.
+    Raises: UsageError: an argument that cannot work; nothing has been started or written by then.
     """
-    args, checkpoint = read_flags(argv, Args(), __doc__), None
-    if args.resume or args.evaluate:
-        args, checkpoint = read_run(SCRIPT, argv, args, fixed=("preset", "arch"))
-    pick_device(args.device)  # or refuse it
-    env = check_env(args)
-    images = len(env.observation_space.shape) == 3
-    if checkpoint is None:
-        auto = "atari" if images else "vector"
-        args = read_preset(argv, args, PRESETS, auto, __doc__)
+    args, checkpoint, env = read_args(SCRIPT, argv, Args(), __doc__, PRESETS, atari_or_vector)
     args.arch = pick_arch(args, env.observation_space, "nature")
-    check_range(args, "total_steps checkpoint_interval n_envs update_interval update_epochs", 1)
-    if args.t_max is not None:
-        check_range(args, "t_max", 1)
     if args.n_workers is None:
         args.n_workers = min(8, n_cores(), args.n_envs)
     check_rollout(args, rollout_length(args), env.observation_space, 8 * args.update_epochs)  # indices of all epochs
     check_range(args, "minibatch_size", 1, args.n_envs * rollout_length(args))
     check_range(args, "n_workers", 0, args.n_envs)
-    check_range(args, "seed", 0, 2**64 - 1)
-    check_range(args, "learning_rate clip_coef entropy_coef value_coef reward_scale", 0)
-    check_range(args, "adam_eps", 1e-12)
-    check_range(args, "gamma gae_lambda", 0, 1)
-    if args.max_grad_norm is not None:
-        check_range(args, "max_grad_norm", 0)
     if checkpoint is None:
         make_run_dir(SCRIPT, args)
     return args, checkpoint
 
 
-def load_policy(args: Args, checkpoint: dict) -> Callable[[], Policy]:
-    """What --evaluate plays."""
-    env = check_env(args)
-    model = ActorCritic(env.observation_space, env.action_space, args.arch, args.bfloat16).to(pick_device(args.device))
-    load_part("model", model, checkpoint)
-    return functools.partial(make_policy, model, env.action_space)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    return run_script(SCRIPT, argv, parse, train, load_policy)
+    return run_script(SCRIPT, argv, parse, train, make_model, make_policy)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Helpers shared by the trainers: Atari environments, a vector environment, prioritised sampling."""
+"""What the trainers share: command line, runs, environments, processes and replay memory."""

@@ -16,8 +16,8 @@ from common.vec_env import WorkerError, enter_worker, start_worker
 class Crew:
     """The processes, as a context: they end with it.
 
-    A process runs `target(member, *arguments)`, where `member` is what `new_member(index)` makes; at last it may send
-    why it fails, which is for `note_failure`, and do what `member.at_end`, an ExitStack, was given.
+    A process runs `target(member, *arguments)`, where `member` is what `new_member(index)` makes. Before it ends it may
+    send why it failed (see `note_failure`); then it runs what was given to `member.at_end`, an ExitStack.
 
     Args:
         role: what to call a process.

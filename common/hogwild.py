@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from common.crew import Crew
-from common.run import Run, UsageError, check_range, to_float
+from common.run import Run, UsageError, to_float
 from common.vec_env import WorkerError, n_cores
 
 POLL_INTERVAL = 0.05  # seconds between two looks of the parent
@@ -66,7 +66,7 @@ class Worker:
             self.episode_return, self.episode_length = 0.0, 0
 
     def crossed(self, interval: int) -> bool:
-        """Whether T has passed a multiple of `interval` that no process has been told of (or two at the same time)."""
+        """Whether T has passed a multiple of `interval`, told to the process that asks first, or to two at once."""
         if self.global_step // interval <= self.flags[CROSSED] // interval:
             return False
         self.flags[CROSSED] = self.global_step
@@ -194,10 +194,8 @@ def pick_n_processes(args: Any, checkpoint: dict | None) -> int:
     """The number of --n-processes; None: one a core.
 
     Raises:
-        UsageError: too few or too many, or the checkpoint has optimizers of its own for another number.
+        UsageError: the checkpoint has optimizers of its own for another number.
     """
-    if args.n_processes is not None:
-        check_range(args, "n_processes", 1, 1024)
     own = args.optimizer != "shared-rmsprop"
     if checkpoint and own and args.n_processes != (n := checkpoint["args"]["n_processes"]):
         raise UsageError(f"--n-processes {args.n_processes}: the run has statistics for {n} processes")

@@ -1,7 +1,6 @@
 """What every trainer has around its algorithm: the command line, run directory, checkpoints, progress, evaluation.
 
-A trainer's `Args` has at least env_id, env_kwargs, preset, total_steps, seed, run_dir, checkpoint_interval, resume,
-evaluate, eval_episodes, record and arch; `script` is the trainer's name.
+A trainer's `Args` is a `RunArgs` that has at least preset, total_steps, seed and arch besides; `script` is its name.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import contextlib
 import ctypes
 import dataclasses
 import fcntl
+import functools
 import io
 import itertools
 import json
@@ -32,7 +32,7 @@ import torch
 import tyro
 from gymnasium import spaces
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from common.atari import is_atari
@@ -41,7 +41,21 @@ from common.vec_env import STOP_SIGNALS, WorkerError, find_spec, make_env, make_
 PRINT_INTERVAL = 30  # seconds between two lines where there is no terminal for a progress bar
 MAX_EPISODE_STEPS = 27_000  # where an evaluated episode is cut if nothing else ends it: half an hour of Atari
 MAX_FRAMES = 3000  # of a GIF
-LARGEST = 3e38  # real number on the command line: float32 ends at 3.4e38
+LARGEST = 3e38  # real number that a flag may have: float32 ends at 3.4e38
+
+# Flags of any trainer by the range that their values must lie in; None: what a tensor holds. A flag may be None, too.
+RANGES = {
+    (0, 2**64 - 1): "seed",
+    (1, None): "total_steps checkpoint_interval n_envs t_max update_interval update_epochs epsilon_steps batch_size"
+    " target_interval envs_per_actor fetch_interval learning_starts trim_interval",
+    (1, 1024): "n_processes n_actors learner_threads",
+    (1, 255): "n_step",
+    (0, 10_000): "eval_episodes",
+    (0, 1): "gamma gae_lambda rms_decay epsilon eval_epsilon priority_alpha priority_beta",
+    (0, None): "learning_rate entropy_coef value_coef max_grad_norm clip_coef epsilon_alpha reward_scale",
+    (1e-12, None): "rms_eps adam_eps priority_eps",
+    (1e-3, None): "replay_ratio",
+}
 
 Policy = Callable[[np.ndarray], np.ndarray]  # observations (n, ...) → actions as the environments take them
 
@@ -91,27 +105,27 @@ def run_script(
     argv: list[str] | None,
     parse: Callable[[list[str] | None], tuple[Any, dict | None]],
     train: Callable[[Any, dict | None], int],
-    load_policy: Callable[[Any, dict], Callable[[], Policy]],
+    make_model: Callable[[Any], nn.Module],
+    make_policy: Callable[[nn.Module, Any], Policy],
 ) -> int:
-    """Run the command line: train, or evaluate the policy that `load_policy` finds. Returns the exit status."""
+    """Run the command line: train, or evaluate what was learned. Returns the exit status."""
     keep_freed_memory()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is wrong with the arguments is said in one line
             args, checkpoint = parse(argv)
-        new_policy = None
         if checkpoint:  # or refuse it, before anything is started
             try:
-                new_policy = load_policy(args, checkpoint)
+                load_part("model", model := make_model(args), checkpoint)
             except UsageError as error:
                 raise UsageError(f"{'--evaluate' if args.evaluate else '--resume'} {args.run_dir}: {error}") from error
-        if not args.evaluate:
-            new_policy = None  # it holds a network that training does not need
-            with only_writer(args.run_dir):
-                return train(args, checkpoint)
-        torch.manual_seed(args.seed)
-        evaluate_run(script, args, new_policy)
-        return 0
+        if args.evaluate:
+            torch.manual_seed(args.seed)
+            evaluate_run(script, args, functools.partial(make_policy, model, args))
+            return 0
+        model = None  # training makes its own
+        with only_writer(args.run_dir):
+            return train(args, checkpoint)
     except (UsageError, WorkerError, FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError) as error:
         usage, text = isinstance(error, UsageError), str(error) or "out of memory"
         print(f"{script}.py: {' '.join(text.split()) if usage else text}", file=sys.stderr)
@@ -121,6 +135,67 @@ def run_script(
 
 
 # ------------------------------------------------------------------------------------------------------ flags
+
+
+@dataclasses.dataclass
+class RunArgs:
+    """The flags of every trainer that have nothing to do with its algorithm."""
+
+    env_id: str = "PongNoFrameskip-v4"
+    """any Gymnasium id, `module:Id` included"""
+    env_kwargs: str = "{}"
+    """JSON: keyword arguments for the environment"""
+    run_dir: str | None = None
+    """must not exist yet; None: runs/<env-id>__<script>__<seed>__<time>"""
+    checkpoint_interval: int = 250_000
+    """agent steps between checkpoints"""
+    resume: str | None = None
+    """run directory to go on from, with new episodes; flags given beside it override the run's own"""
+    evaluate: str | None = None
+    """run directory to evaluate; trains nothing"""
+    eval_episodes: int = 30
+    """episodes to evaluate when training ends, all in parallel; 0: none"""
+    record: bool = False
+    """write agent.gif of one more episode into the run directory"""
+
+
+def read_args(
+    script: str,
+    argv: list[str] | None,
+    default: Any,
+    description: str,
+    presets: dict[str, dict[str, Any]],
+    auto: Callable[[Any, gym.Env], str],
+    fixed: tuple[str, ...] = (),
+) -> tuple[Any, dict | None, gym.Env]:
+    """The flags, each in its range, with the constants of a preset where none is given beside it.
+
+    Args:
+        default: an instance of the trainer's dataclass.
+        auto: names the preset that fits the flags and the environment, for --preset auto.
+        fixed: flags that stay as they are in the run that --resume or --evaluate names, besides preset and arch.
+
+    Returns: the flags, the checkpoint of --resume or --evaluate, and the environment, closed, for its spaces.
+
+    Raises:
+        UsageError: one of them cannot be used.
+    """
+    args, checkpoint = read_flags(argv, default, description), None
+    if args.resume or args.evaluate:
+        args, checkpoint = read_run(script, argv, args, ("preset", "arch", *fixed))
+    env = check_env(args)
+    if checkpoint is None:  # the flags again, on top of the constants of the preset
+        preset = auto(args, env) if args.preset == "auto" else args.preset
+        args = read_flags(argv, type(args)(**presets[preset]), description)
+        args.preset = preset
+    for bounds, names in RANGES.items():
+        check_range(args, " ".join(n for n in names.split() if getattr(args, n, None) is not None), *bounds)
+    return args, checkpoint, env
+
+
+def atari_or_vector(args: Any, env: gym.Env) -> str:
+    """The preset for images or for vectors, as most trainers call them."""
+    return "atari" if len(env.observation_space.shape) == 3 else "vector"
 
 
 def read_flags(argv: list[str] | None, default: Any, description: str) -> Any:
@@ -146,14 +221,6 @@ def read_flags(argv: list[str] | None, default: Any, description: str) -> Any:
             raise UsageError(f"--{name.replace('_', '-')} '': a folder is needed")
         if folder and not folder.isprintable():  # torch and TensorBoard fail where a name is not UTF-8
             raise UsageError(f"--{name.replace('_', '-')} {folder!r}: letters that can be printed are needed")
-    return args
-
-
-def read_preset(argv: list[str] | None, args: Any, presets: dict[str, dict[str, Any]], auto: str, text: str) -> Any:
-    """The flags again, on top of the constants of --preset, or of the preset `auto` that fits the task."""
-    preset = auto if args.preset == "auto" else args.preset
-    args = read_flags(argv, type(args)(**presets[preset]), text)
-    args.preset = preset
     return args
 
 
@@ -192,9 +259,8 @@ def check_env(args: Any) -> gym.Env:
     """An environment that was made as the flags say and is closed again, for its spaces.
 
     Raises:
-        UsageError: it cannot be made, or not be drawn where --record wants that, or is to be made too many times.
+        UsageError: it cannot be made, or not be drawn where --record wants that.
     """
-    check_range(args, "eval_episodes", 0, 10_000)
     try:
         env_kwargs = json.loads(args.env_kwargs)
     except ValueError:
@@ -218,6 +284,12 @@ def check_env(args: Any) -> gym.Env:
     return env
 
 
+def check_discrete(script: str, args: Any, env: gym.Env) -> None:
+    """Raises UsageError where the actions are not Discrete."""
+    if not isinstance(env.action_space, spaces.Discrete):
+        raise UsageError(f"--env-id {args.env_id}: {script}.py needs Discrete actions, it has {env.action_space}")
+
+
 def pick_arch(args: Any, space: spaces.Box, default: str) -> str:
     """The network of --arch; auto: `default` for images, mlp for vectors.
 
@@ -236,7 +308,7 @@ def check_range(args: Any, names: str, low: float, high: float | None = None) ->
     for name in names.split():
         value = getattr(args, name)
         most = high if high is not None else 2**62 if isinstance(value, int) else LARGEST
-        if not low <= value <= most:  # nor NaN
+        if not low <= value <= most:  # refuses NaN as well
             raise UsageError(f"{flag_and_value(args, name)}: it must lie in [{low}, {most}]")
 
 
@@ -425,7 +497,7 @@ class Run:
 
     Args:
         parts: what a checkpoint saves, by name: model, optimizer and whatever else has a state_dict.
-        new_policy: makes the policy that is evaluated when training is complete.
+        make_policy: makes, of the model and the flags, the policy that is evaluated when training is complete.
         checkpoint: where to go on; None starts afresh.
         quiet: makes a context in which nobody changes the parts, and that gives the step they are at, or None.
         log_interval: updates between two points in TensorBoard.
@@ -438,7 +510,7 @@ class Run:
         script: str,
         args: Any,
         parts: dict[str, Any],
-        new_policy: Callable[[], Policy],
+        make_policy: Callable[[nn.Module, Any], Policy],
         checkpoint: dict | None,
         quiet: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
         log_interval: int = 100,
@@ -446,7 +518,8 @@ class Run:
         from torch.utils.tensorboard import SummaryWriter  # takes a second, which no worker process needs to spend
 
         self.script, self.args, self.dir = script, args, Path(args.run_dir)
-        self.parts, self.new_policy, self.quiet, self.log_interval = parts, new_policy, quiet, log_interval
+        self.parts, self.quiet, self.log_interval = parts, quiet, log_interval
+        self.new_policy = functools.partial(make_policy, parts["model"], args)
         self.step = self.updates = self.episodes = self.signal = 0
         self.wall_seconds, self.returns = 0.0, deque(maxlen=100)  # of the last 100 episodes
         self.scalars: dict[str, Any] = {}  # of the last update
@@ -569,7 +642,7 @@ class Run:
                 state |= {"torch_rng": torch.get_rng_state()}
                 state |= {"cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None}
                 states = {name: part.state_dict() for name, part in self.parts.items()}
-                learned = (torch.nn.Module, torch.optim.Optimizer)  # but no memory, parts of which may never be read
+                learned = (nn.Module, torch.optim.Optimizer)  # but no memory, parts of which may never be read
                 if not all(all_finite(states[name]) for name, part in self.parts.items() if isinstance(part, learned)):
                     raise FloatingPointError("the network has numbers that are not finite; they are not saved")
                 try:

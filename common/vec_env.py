@@ -465,8 +465,8 @@ def is_image(space: gym.Space) -> bool:
 def make_vec_env(env_id: str, n_envs: int, n_workers: int = 0, env_kwargs: dict | None = None) -> VectorEnv:
     """A vector environment for any Gymnasium id, reset in the step that ends an episode (SAME_STEP).
 
-    Atari ids: ALE's vector environment with `n_workers` threads (0: one a core). All others: `VecEnv` with
-    `n_workers` processes (0: none), each environment made by `make_env`.
+    Atari ids: ALE's vector environment with `n_workers` threads, one at least. All others: `VecEnv` with `n_workers`
+    processes (0: none), each environment made by `make_env`.
 
     Raises:
         gymnasium.error.Error, ImportError: no such environment. ValueError: a space that trainers cannot take,
@@ -474,5 +474,5 @@ def make_vec_env(env_id: str, n_envs: int, n_workers: int = 0, env_kwargs: dict 
     """
     spec = find_spec(env_id)
     if is_atari(spec):
-        return make_atari_vec_env(spec.id, n_envs, n_workers, env_kwargs)
+        return make_atari_vec_env(spec.id, n_envs, max(n_workers, 1), env_kwargs)
     return VecEnv([functools.partial(make_env, spec, env_kwargs)] * n_envs, n_workers)

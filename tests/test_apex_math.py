@@ -201,9 +201,9 @@ class Player:
             if t < last:
                 action, terminated = episode.actions[t], t == last - 1 and episode.kind == "terminated"
                 taken = action, q[action], episode.rewards[t], terminated
-                chunk = buffer.add(episode.frames[t], age, q.max(), *taken)
+                chunk = buffer.add(episode.frames[t], age, q.max(), taken)
             else:
-                chunk = buffer.add(episode.frames[t], age, q.max(), acted=False)
+                chunk = buffer.add(episode.frames[t], age, q.max(), None)
             self.positions[stream] += 1
             if chunk is not None:
                 self.waiting[stream].append(copy.deepcopy(chunk))
@@ -267,12 +267,12 @@ def test_tail_of_a_terminated_and_of_a_truncated_episode_by_hand() -> None:
         buffer = apex.LocalBuffer(VECTOR, args)
         for t, reward in enumerate([1.0, 2.0, 4.0, 8.0, 16.0]):
             frame, ended = np.full(3, t, np.float32), kind == "terminated" and t == 4
-            assert buffer.add(frame, min(t, 3), 100.0 * t, 1, 0.25, reward, ended) is None
+            assert buffer.add(frame, min(t, 3), 100.0 * t, (1, 0.25, reward, ended)) is None
         if kind == "truncated":
-            assert buffer.add(np.full(3, 5, np.float32), 3, 500.0, acted=False) is None
+            assert buffer.add(np.full(3, 5, np.float32), 3, 500.0, None) is None
         chunk, t = None, 0
         while chunk is None:
-            chunk, t = buffer.add(np.full(3, -t, np.float32), 0, 7.0, 0, 0.0, 64.0, terminated=True), t + 1
+            chunk, t = buffer.add(np.full(3, -t, np.float32), 0, 7.0, (0, 0.0, 64.0, True)), t + 1
         assert chunk["acted"].tolist()[:3] == [False] * 3  # before the first position
         taken = slice(3, 8)
         assert chunk["acted"][taken].all() and chunk["acted"].sum() == (6 if kind == "terminated" else 5)
@@ -642,7 +642,7 @@ def test_update_of_a_linear_q_function(scale: float, max_norm: float, clipped: b
         result, scalars = apex.update(model, target_model, optimizer, batch, max_norm)
         np.testing.assert_allclose(result, errors, rtol=1e-4, atol=1e-5)
         assert result.shape == (6,) and isinstance(result, np.ndarray)
-        assert scalars["losses/value_loss"].item() == pytest.approx(loss, rel=1e-4)
+        assert scalars["losses/td_loss"].item() == pytest.approx(loss, rel=1e-4)
         assert scalars["losses/grad_norm"].item() == pytest.approx(norm, rel=1e-4)
         np.testing.assert_allclose(model.weight.detach().numpy().flatten(), slow.theta, rtol=1e-4, atol=1e-6)
     assert own_choice > 3  # the two networks do not always choose alike
@@ -804,9 +804,10 @@ def test_frames_of_an_episode_by_hand() -> None:
     args = make_args(n_step=2, chunk_size=8, batch_size=64)
     replay, buffer = apex.Replay(SMALL_IMAGE, args, torch.device("cpu")), apex.LocalBuffer(SMALL_IMAGE, args)
     for t in range(6):
-        buffer.add(np.full((3, 2), t + 1, np.uint8), min(t, 3), 0.0, t % 3, 0.0, 1.0, acted=t < 5)
-    buffer.add(np.full((3, 2), 7, np.uint8), 0, 0.0, 0, 0.0, 1.0)
-    replay.add(0, buffer.add(np.full((3, 2), 8, np.uint8), 1, 0.0, 1, 0.0, 1.0))
+        taken = (t % 3, 0.0, 1.0, False) if t < 5 else None
+        buffer.add(np.full((3, 2), t + 1, np.uint8), min(t, 3), 0.0, taken)
+    buffer.add(np.full((3, 2), 7, np.uint8), 0, 0.0, (0, 0.0, 1.0, False))
+    replay.add(0, buffer.add(np.full((3, 2), 8, np.uint8), 1, 0.0, (1, 0.0, 1.0, False)))
     batch, following = replay.sample(), {}
     assert set(batch.positions) == {0, 1, 2, 3, 4}
     for position, obs, next_obs in zip(batch.positions.tolist(), batch.obs, batch.next_obs, strict=True):

@@ -303,7 +303,7 @@ def test_what_tensorboard_has(finished: Path) -> None:
     points, state = scalars(finished), checkpoint(finished)
     tags = {f"charts/{name}" for name in ("episodic_return", "episodic_length", "return_last_100", "SPS", "updates")}
     tags |= {f"charts/{name}" for name in ("replay_ratio", "replay_size")}
-    tags |= {f"losses/{name}" for name in ("value_loss", "grad_norm", "q_value")}
+    tags |= {f"losses/{name}" for name in ("td_loss", "grad_norm", "q_values")}
     assert points.keys() == tags | {"eval/return_mean"}
     assert {value for _, value in points["charts/episodic_length"]} == {7}
     assert all(0 <= value <= 7 for _, value in points["charts/episodic_return"] + points["charts/return_last_100"])
@@ -311,7 +311,7 @@ def test_what_tensorboard_has(finished: Path) -> None:
     assert updates == sorted(set(updates)) and 0.7 * state["updates"] < updates[-1] <= state["updates"]
     assert all(value > 0 for _, value in points["charts/SPS"])
     assert all(200 <= value <= 2000 * 1.04 for _, value in points["charts/replay_size"])
-    for tag in ("losses/value_loss", "losses/grad_norm"):
+    for tag in ("losses/td_loss", "losses/grad_norm"):
         assert all(0 <= value < math.inf for _, value in points[tag])
     for (step, ratio), n in zip(points["charts/replay_ratio"], updates, strict=True):
         assert 0 < ratio <= 2 and n * 16 / (step - 200) <= ratio * 1.001  # it began to count a little after 200
@@ -1425,9 +1425,7 @@ def test_the_last_update_is_logged(here: None, tmp_path: Path) -> None:
     assert run(*flags) == 0
     points = scalars(tmp_path / "r")
     assert (
-        points["charts/episodic_return"][-1][0]
-        == points["losses/value_loss"][-1][0]
-        == checkpoint(tmp_path / "r")["step"]
+        points["charts/episodic_return"][-1][0] == points["losses/td_loss"][-1][0] == checkpoint(tmp_path / "r")["step"]
     )
 
 
@@ -1532,7 +1530,7 @@ def test_an_atari_game_from_start_to_end(tmp_path: Path, capfd: pytest.CaptureFi
     assert result["steps"] >= 600 and state["updates"] > 0 and state["model"]["trunk.0.weight"].shape == (32, 4, 8, 8)
     points = scalars(tmp_path / "r")
     assert all(math.isfinite(value) for tag in points for _, value in points[tag])
-    assert {"losses/value_loss", "charts/replay_ratio", "charts/SPS"} <= points.keys()
+    assert {"losses/td_loss", "charts/replay_ratio", "charts/SPS"} <= points.keys()
 
 
 # ------------------------------------------------------------------------------------------------------- CUDA

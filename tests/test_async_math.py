@@ -1035,11 +1035,7 @@ def test_pong_is_played_and_learned_from(trainer: ModuleType, lstm: bool, tmp_pa
     flags = ["--lstm"] if lstm else []
     flags += ["--env-kwargs", '{"max_num_frames_per_episode": 160}', "--run-dir", str(tmp_path / "r")]
     args = trainer.parse([*flags, "--n-processes", "1", "--learning-rate", "0.01", "--seed", "2"])[0]
-    env = trainer.check_env(args)
-    if trainer is a3c:
-        models = [a3c.ActorCritic(env.observation_space, env.action_space, args.arch, args.lstm)]
-    else:
-        models = [trainer.QNetwork(env.observation_space, env.action_space, args.arch) for _ in range(2)]
+    models = [trainer.make_model(args) for _ in range(1 if trainer is a3c else 2)]
     before = copy.deepcopy(models[0].state_dict())
     worker = Team(trainer.actor_learner, (), 1, 130).new_member(0)
     worker.connect(Wire())
@@ -1060,7 +1056,7 @@ def test_policy_carries_the_states_of_the_lstm(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(a3c.ActorCritic, "sample", sample)
     model = actor_critic("mlp", 3, lstm=True)
-    policy, params = a3c.make_policy(model, spaces.Discrete(3)), leaf(model.state_dict())
+    policy, params = a3c.make_policy(model, a3c.Args()), leaf(model.state_dict())
     observations = np.random.default_rng(0).normal(size=(4, 2, 3)).astype(np.float32)
     assert [policy(obs).tolist() for obs in observations] == actions
     for i in range(2):

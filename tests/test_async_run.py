@@ -173,8 +173,11 @@ def test_run_directory_and_summary(trainer: ModuleType, finished: Callable[[Modu
     accumulator = EventAccumulator(str(run_dir))
     accumulator.Reload()
     tags = {"charts/episodic_return", "charts/episodic_length", "charts/SPS", "charts/learning_rate"}
-    tags |= {"charts/return_last_100", "losses/value_loss", "losses/grad_norm", "eval/return_mean"}
-    tags |= {"charts/epsilon"} if trainer in Q_LEARNERS else {"losses/policy_loss", "losses/entropy"}
+    tags |= {"charts/return_last_100", "losses/grad_norm", "eval/return_mean"}
+    if trainer in Q_LEARNERS:
+        tags |= {"charts/epsilon", "losses/td_loss", "losses/q_values"}
+    else:
+        tags |= {"losses/policy_loss", "losses/value_loss", "losses/entropy"}
     assert set(accumulator.Tags()["scalars"]) == tags
     assert {event.value for event in accumulator.Scalars("charts/episodic_length")} == {7}
     assert accumulator.Scalars("charts/learning_rate")[-1].value == pytest.approx(7e-4 * (1 - 5 / 200))

@@ -430,7 +430,8 @@ def test_policy_of_evaluation_normalises_and_learns_nothing() -> None:
     p = [x.detach().numpy().astype(np.float64) for x in model.policy.parameters()]
     x = (np.array([1.0, 2.5, 3.0]) - [2, 2.25, 0]) / np.sqrt([1.01, 0.0725, 16.01])
     logits = p[4] @ np.tanh(p[2] @ np.tanh(p[0] @ x + p[1]) + p[3]) + p[5]
-    actions = ppo_batch.make_policy(model, spaces.Discrete(4))(np.tile(np.array([1, 2.5, 3], np.float32), (20_000, 1)))
+    policy = ppo_batch.make_policy(model, ppo_batch.Args())
+    actions = policy(np.tile(np.array([1, 2.5, 3], np.float32), (20_000, 1)))
     expected = np.exp(logits) / np.exp(logits).sum()
     assert expected.max() - expected.min() > 0.2
     np.testing.assert_allclose(np.bincount(actions, minlength=4) / 20_000, expected, atol=0.015)
