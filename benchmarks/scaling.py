@@ -115,9 +115,10 @@ def plot(args: Args, rows: list[Row]) -> None:
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     path, now = args.out.with_suffix(".csv"), provenance(command(args))
-    header, cells = read_table(path) if path.exists() else ([f"{key}: {value}" for key, value in now.items()], [])
-    if header[0] != f"command: {now['command']}":
-        sys.exit(f"scaling.py: {path} is of another {header[0]}")
+    lines = [f"{key}: {value}" for key, value in now.items()]
+    header, cells = read_table(path) if path.exists() else (lines, [])
+    if header[:1] != lines[:1]:
+        sys.exit(f"scaling.py: {path} is of another {header[0] if header else 'command'}")
     rows: list[Row] = [(int(row[0]), int(row[1]), float(row[2]), float(row[3])) for row in cells]
     there = {row[:2] for row in rows}
     for seed in args.seeds:
@@ -126,6 +127,7 @@ def main() -> None:
                 continue
             rows.append((count, seed, *to_goal(args, count, seed)))
             print("{} {}, seed {}: {:,.0f} steps, {:.1f} s".format(PARALLEL[args.trainer], *rows[-1]), flush=True)
+            header += [f"last rows, {line}" for line in lines if not {line, f"last rows, {line}"} & {*header}]
             with open(path, "w", newline="") as file:  # a run that is stopped keeps what it has
                 file.writelines(f"# {line}\n" for line in header)
                 csv.writer(file, lineterminator="\n").writerows([("count", "seed", "steps", "seconds"), *rows])

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from common.atari import is_atari
-from common.vec_env import STOP_SIGNALS, WorkerError, find_spec, make_env, make_vec_env, n_cores
+from common.vec_env import STOP_SIGNALS, Lasting, WorkerError, find_spec, make_env, make_vec_env, n_cores
 
 PRINT_INTERVAL = 30  # seconds between two lines where there is no terminal for a progress bar
 MAX_EPISODE_STEPS = 27_000  # where an evaluated episode is cut if nothing else ends it: half an hour of Atari
@@ -67,36 +67,14 @@ class UsageError(Exception):
 # ------------------------------------------------------------------------------------------------------ script
 
 
-class Lasting:
-    """Standard output or error that never fails: a run goes on where nobody reads any more what it prints."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream or io.StringIO()  # None where it was closed before we began
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # what the encoding of a terminal lacks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> None:
-        self._try(self.stream.write, text)
-
-    def flush(self) -> None:
-        self._try(self.stream.flush)
-
-    def _try(self, function: Callable, *arguments: str) -> None:
-        try:
-            function(*arguments)
-        except OSError:  # a pipe whose reader has ended, a closed terminal, a full disk: nothing more is written
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.stream.fileno())
-            os.close(null)
-
-
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
     with contextlib.redirect_stdout(Lasting(sys.stdout)), contextlib.redirect_stderr(Lasting(sys.stderr)):
-        yield
+        try:
+            yield
+        finally:  # what Python itself cannot write at its end is an error
+            sys.stdout.flush()
+            sys.stderr.flush()
 
 
 @lasting_output()
@@ -125,6 +103,8 @@ def run_script(
             return 0
         model = None  # training makes its own
         with only_writer(args.run_dir):
+            if checkpoint and checkpoint["file"] != file_number(args.run_dir):
+                raise UsageError(f"--resume {args.run_dir}: another process has just saved there; try again")
             return train(args, checkpoint)
     except (UsageError, WorkerError, FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError) as error:
         usage, text = isinstance(error, UsageError), str(error) or "out of memory"
@@ -219,8 +199,8 @@ def read_flags(argv: list[str] | None, default: Any, description: str) -> Any:
         folder = getattr(args, name)
         if folder == "":  # a variable of a shell that is not set
             raise UsageError(f"--{name.replace('_', '-')} '': a folder is needed")
-        if folder and not folder.isprintable():  # torch and TensorBoard fail where a name is not UTF-8
-            raise UsageError(f"--{name.replace('_', '-')} {folder!r}: letters that can be printed are needed")
+        if folder and folder.encode(errors="ignore").decode() != folder:  # torch and TensorBoard fail there
+            raise UsageError(f"--{name.replace('_', '-')} {folder!r}: a name in UTF-8 is needed")
     return args
 
 
@@ -279,7 +259,7 @@ def check_env(args: Any) -> gym.Env:
                 env.reset()
                 Image.fromarray(env.render())
             except Exception as error:
-                cause = error or type(error).__name__
+                cause = str(error) or type(error).__name__
                 raise UsageError(f"--record: {args.env_id} cannot be drawn here: {cause}") from error
     return env
 
@@ -413,6 +393,11 @@ def only_writer(run_dir: str) -> Iterator[None]:
         os.close(folder)
 
 
+def file_number(run_dir: str) -> int:
+    """Which file the checkpoint is: each time it is saved another one, as long as somebody has the old one open."""
+    return (Path(run_dir) / "checkpoint.pt").stat().st_ino
+
+
 def to_float(value: Any) -> float:
     """A number, or the mean of a tensor: taken only where it is logged, not at every update."""
     return float(value.detach().mean() if isinstance(value, Tensor) else value)
@@ -438,6 +423,7 @@ def load_checkpoint(script: str, flag: str, run_dir: str) -> dict:
         what = "it holds no checkpoint.pt" if Path(run_dir).is_dir() else "there is no such run directory"
         raise UsageError(f"{flag} {run_dir}: {what}")
     try:
+        number = file_number(run_dir)
         with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
             if damaged := archive.testzip():
                 raise ValueError(damaged)
@@ -452,7 +438,7 @@ def load_checkpoint(script: str, flag: str, run_dir: str) -> dict:
         needed.add("optimizer")
     if missing := needed - keys:
         raise UsageError(f"{flag} {run_dir}: checkpoint.pt is not whole, it lacks {', '.join(sorted(missing))}")
-    return checkpoint
+    return checkpoint | {"file": number}
 
 
 def load_part(name: str, part: Any, checkpoint: dict) -> None:

@@ -304,23 +304,54 @@ def _work(
     environments = _Share(share, memory)
     try:
         answer = environments.make(env_fns.fn)
-        while True:
-            connection.send_bytes(pickle.dumps(answer) if answer else b"")
-            asleep = time.perf_counter() + awake
-            while time.perf_counter() < asleep and not connection.poll():
-                os.sched_yield()  # whoever else needs the core goes first
-            request = connection.recv_bytes()
+        while (request := _exchange(connection, answer, awake)) is not None:
             if request:
                 method, arguments = pickle.loads(request)
                 answer = getattr(environments, method)(*arguments)
             else:
                 answer = environments.step()
-    except (EOFError, ConnectionError):
-        pass  # the parent closed the pipe, or is gone
     except Exception:
         connection.send_bytes(pickle.dumps(_Failure(environments.current, traceback.format_exc())))
     finally:
         environments.close()
+
+
+def _exchange(connection: multiprocessing.connection.Connection, answer: Any, awake: float) -> bytes | None:
+    """Send an answer and wait for the next request; None where the parent has closed the pipe, or is gone."""
+    try:
+        connection.send_bytes(pickle.dumps(answer) if answer else b"")
+        asleep = time.perf_counter() + awake
+        while time.perf_counter() < asleep and not connection.poll():
+            os.sched_yield()  # whoever else needs the core goes first
+        return connection.recv_bytes()
+    except (EOFError, ConnectionError):
+        return None
+
+
+class Lasting:
+    """Standard output or error that never fails: a run goes on where nobody reads any more what it prints."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115  # None where it was closed before we began
+        if getattr(self.stream, "errors", None) == "strict":
+            self.stream.reconfigure(errors="replace")  # what the encoding of a terminal lacks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> None:
+        self._try(self.stream.write, text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, function: Callable, *arguments: str) -> None:
+        try:
+            function(*arguments)
+        except OSError:  # a pipe whose reader has ended, a closed terminal, a full disk: nothing more is written
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.stream.fileno())
+            os.close(null)
 
 
 def n_cores() -> int:
@@ -347,7 +378,11 @@ def start_worker(target: Callable, arguments: tuple, name: str) -> tuple[multipr
 
 
 def enter_worker() -> None:
-    """In a process of `start_worker`: one thread of torch, no signals of the terminal, and death with the parent."""
+    """In a process of `start_worker`: one thread of torch, no signals of the terminal, and death with the parent.
+
+    What it prints may be lost (see `Lasting`).
+    """
+    sys.stdout, sys.stderr = Lasting(sys.stdout), Lasting(sys.stderr)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     os.setsid()  # Ctrl-C and `timeout` signal the whole group; only the parent shall answer

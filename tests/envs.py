@@ -83,6 +83,8 @@ class CountingEnv(gym.Env):
 class FailingEnv(CountingEnv):
     """Raises in `where`: "init", "reset", "autoreset" or "step"; nowhere where that is None."""
 
+    ERROR: type[Exception] = RuntimeError
+
     def __init__(self, where: str | None = None) -> None:
         super().__init__()
         self.where, self.resets = where, 0
@@ -91,7 +93,7 @@ class FailingEnv(CountingEnv):
 
     def _fail(self, where: str) -> None:
         if where == self.where:
-            raise RuntimeError("broken in " + where)  # put together, so that no source line holds the whole
+            raise self.ERROR("broken in " + where)  # put together, so that no source line holds the whole
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
         self._fail("reset" if self.resets == 0 else "autoreset")
@@ -101,6 +103,12 @@ class FailingEnv(CountingEnv):
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
         self._fail("step")
         return super().step(action)
+
+
+class LostEnv(FailingEnv):
+    """A connection of its own, to a simulator for one, ends."""
+
+    ERROR = BrokenPipeError
 
 
 class NotFiniteEnv(CountingEnv):

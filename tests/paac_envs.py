@@ -37,6 +37,14 @@ class Bandit(gym.Env):
         return self.obs, reward, True, False, {}
 
 
+class Talking(Bandit):
+    """A bandit that prints each step."""
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        print("step", flush=True)
+        return super().step(action)
+
+
 class Plain(Bandit):
     """A bandit that takes no arguments at all, not even a render mode, as many people's environments."""
 
@@ -121,7 +129,7 @@ class Faulty(gym.Env):
     """Goes wrong at its step `after`, where the seed of its reset was `only` (everywhere without `only`).
 
     Of several faults it has the k-th when an environment with the same `stamp`, a file, goes wrong for the k-th time.
-    A step takes `pace` seconds. How often one was closed is the size of another file, `stamp`_closed.
+    A step takes `pace` seconds. How often one was made and closed are the sizes of the files `stamp`_made and _closed.
     """
 
     observation_space = spaces.Box(-1, 1, (2,), np.float32)
@@ -139,6 +147,12 @@ class Faulty(gym.Env):
         self.faults, self.after, self.only = [fault] if isinstance(fault, str) else fault, after, only
         self.stamp, self.pace = stamp, pace
         self.steps, self.seed = 0, None
+        self.note("made")
+
+    def note(self, what: str) -> None:
+        if self.stamp:
+            with open(f"{self.stamp}_{what}", "ab") as file:
+                file.write(b".")
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
         self.seed = self.seed if seed is None else seed
@@ -168,9 +182,7 @@ class Faulty(gym.Env):
         return obs, reward, self.steps % 7 == 0, False, {}
 
     def close(self) -> None:
-        if self.stamp:
-            with open(f"{self.stamp}_closed", "ab") as file:
-                file.write(b".")
+        self.note("closed")
 
 
 class TwoKeys(gym.Env):
@@ -251,5 +263,18 @@ class CartPolePositions(gym.ObservationWrapper):
         return observation[[0, 2]]
 
 
-for env in (Bandit, Plain, Steady, Echo, Walk, Faulty, TwoKeys, PixelCue, VectorCue, Corridor, CartPolePositions):
+for env in (
+    Bandit,
+    Talking,
+    Plain,
+    Steady,
+    Echo,
+    Walk,
+    Faulty,
+    TwoKeys,
+    PixelCue,
+    VectorCue,
+    Corridor,
+    CartPolePositions,
+):
     gym.register(f"{env.__name__}-v0", f"{__name__}:{env.__name__}")

@@ -366,3 +366,12 @@ def test_scaling_writes_rows_and_a_picture_and_goes_on(
     monkeypatch.setattr(sys, "argv", ["scaling.py", *flags, "--goal", "4"])
     with pytest.raises(SystemExit, match=r"s\.csv is of another command: .*--goal 3"):
         scaling.main()
+    text = (tmp_path / "s.csv").read_text().replace("# commit: ", "# commit: before ")
+    (tmp_path / "s.csv").write_text(text)
+    monkeypatch.setattr(sys, "argv", ["scaling.py", *flags, "--seeds", "3"])
+    scaling.main()
+    added = [line for line in (tmp_path / "s.csv").read_text().splitlines() if line not in text]
+    assert added == ["# last rows, commit: " + lines[1].removeprefix("# commit: "), "1,3,3000.0,8.0", "4,3,3000.0,2.0"]
+    (tmp_path / "s.csv").write_text("")
+    with pytest.raises(SystemExit, match=r"s\.csv is of another command$"):
+        scaling.main()

@@ -227,7 +227,8 @@ def environment_fails(story: Story) -> None:
         with story.go_on("--checkpoint-interval", 10**8, **kwargs) as process:
             stdout, stderr = end(process, 1)
             assert time.time() - stamp.stat().st_mtime < 10
-        assert Path(f"{stamp}_closed").stat().st_size > 3 * story.small.n_envs  # the parent has closed one as well
+        made, closed = (Path(f"{stamp}_{what}").stat().st_size for what in ("made", "closed"))
+        assert made == closed > 3 * story.small.n_envs
         assert stdout.count(f"{story.small.role} 0 died and is replaced: ") == 2
         assert all(stdout.count(text) == 1 for text in (causes["nan reward"], causes["nan observation"]))
         assert stderr.startswith(f"{story.name}.py: {story.small.role} 0 died three times")

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -355,8 +356,10 @@ def test_nohup_lets_it_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 # ----------------------------------------------------------------------------------------------------- output
 
 
-def in_a_shell(line: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "paac.py"), *BANDIT, "--eval-episodes", "2", *SMALL, "--total-steps", "100"]
+def in_a_shell(
+    line: str, script: str = "paac", flags: tuple[str, ...] = (*BANDIT, *SMALL)
+) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / f"{script}.py"), *flags, "--eval-episodes", "2", "--total-steps", "100"]
     return subprocess.run(
         ["bash", "-c", f"{shlex.join([*command, '--run-dir', 'r'])} {line}"],
         capture_output=True,
@@ -378,6 +381,18 @@ def test_a_run_goes_on_where_nobody_reads_what_it_prints(line: str, stdout: str,
     result = in_a_shell(line)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith(stdout) and bool(result.stdout) == bool(stdout)
+    assert summary(tmp_path / "r")["eval"]["episodes"] == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"), [("paac", [*SMALL, "--n-workers", "1"]), ("a3c", ["--n-processes", "1"])], ids=["paac", "a3c"]
+)
+def test_a_run_goes_on_where_nobody_reads_what_its_environments_print(
+    script: str, flags: list[str], tmp_path: Path
+) -> None:
+    flags = ["--env-id", "tests.paac_envs:Talking-v0", *flags]
+    result = in_a_shell("| head -1 > /dev/null; exit ${PIPESTATUS[0]}", script, flags)
+    assert (result.returncode, result.stderr) == (0, "")
     assert summary(tmp_path / "r")["eval"]["episodes"] == 2
 
 
@@ -722,6 +737,25 @@ def test_a_run_that_another_process_goes_on_with(
         assert capfd.readouterr().err == "paac.py: --resume r: another process is training there\n"
         assert content(tmp_path) == before and run("--evaluate", "r", "--eval-episodes", "1") == 0
         other.kill()
+    assert run("--resume", "r", "--total-steps", "80") == 0
+
+
+def test_a_checkpoint_that_is_saved_while_it_is_read(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is being stopped, and resumed before it has ended."""
+    assert run(*BANDIT, *SMALL, "--total-steps", "40", "--run-dir", "r") == 0
+    make_model, path = paac.make_model, tmp_path / "r" / "checkpoint.pt"
+
+    def save(args: paac.Args) -> paac.ActorCritic:
+        shutil.copy(path, tmp_path / "new").replace(path)
+        return make_model(args)
+
+    monkeypatch.setattr(paac, "make_model", save)
+    capfd.readouterr()
+    assert run("--resume", "r", "--total-steps", "80") == 2
+    assert capfd.readouterr().err == "paac.py: --resume r: another process has just saved there; try again\n"
+    monkeypatch.setattr(paac, "make_model", make_model)
     assert run("--resume", "r", "--total-steps", "80") == 0
 
 

@@ -25,7 +25,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from common import vec_env
 from common.vec_env import VecEnv, WorkerError, enter_worker, find_spec, make_env, make_vec_env, start_worker
 from tests import envs as test_envs
-from tests.envs import CountingEnv, FailingEnv, NotFiniteEnv, RandomEnv, SlowEnv
+from tests.envs import CountingEnv, FailingEnv, LostEnv, NotFiniteEnv, RandomEnv, SlowEnv
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
@@ -310,6 +310,12 @@ def test_an_environment_that_raises_in_a_worker(where: str, capfd: pytest.Captur
     assert message.count(f"RuntimeError: broken in {where}") == 1
     assert "_fail" in message  # where it was raised
     assert "broken in" not in capfd.readouterr().err  # the worker does not print it a second time
+
+
+@needs_proc
+def test_an_environment_whose_own_pipe_breaks_in_a_worker() -> None:
+    with pytest.raises(WorkerError, match=r"environment 3 of Failing-v0[\s\S]*BrokenPipeError: broken in step"):
+        drive(one_bad(LostEnv, "step", bad=3), n_workers=2)
 
 
 @pytest.mark.parametrize("where", ["init", "reset", "autoreset", "step"])
