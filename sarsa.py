@@ -68,7 +68,7 @@ SCRIPT = "sarsa"
 PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
     # Vectors, ours: rewards of any size, and tasks that are learned in minutes. The final ε and RMSProp's ε stay those
-    # of Atari: with either of async_q.py's some seeds fail on CartPole (results/README.md).
+    # of Atari: with async_q.py's final ε, or both of its, some seeds fail on CartPole (results/README.md).
     "vector": {
         "total_steps": 1_000_000,
         "epsilon_steps": 100_000,

@@ -82,6 +82,35 @@ def test_the_environment_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.
     assert "2 episodes: " in result.stdout
 
 
+def test_what_was_learned_can_be_loaded_as_the_readme_says() -> None:
+    (code,) = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code += "    print(len(actions), sorted(model.state_dict()) == sorted(checkpoint['model']))\n"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (0, "1 True\n"), result.stderr
+
+
+def test_lines_of_each_trainer() -> None:
+    rows = re.findall(r"^\| `(\w+)\.py` \|[^|]*\|[^|]*\| (\d+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [name for name, _ in rows] == list(TRAINERS)
+    for name, lines in rows:
+        assert abs(len((ROOT / f"{name}.py").read_text().splitlines()) - int(lines)) < 10, name
+
+
+def needed(path: Path) -> set[str]:
+    """The files of common/ that a file imports, and that those import."""
+    names = re.findall(r"^from common\.(\w+)", path.read_text(), re.MULTILINE)
+    files = {ROOT / "common" / f"{name}.py" for name in names}
+    return {file.name for file in files}.union(*map(needed, files))
+
+
+def test_what_each_trainer_needs_of_common() -> None:
+    rows = [row.split("|")[1:3] for row in section("Copying one out").splitlines() if row.startswith("| ")][1:]
+    (_, all_need), *more = [tuple(set(re.findall(r"`(\w+\.py)`", cell)) for cell in row) for row in rows]
+    for name in TRAINERS:
+        own = set().union(*(files for trainers, files in more if f"{name}.py" in trainers))
+        assert needed(ROOT / f"{name}.py") == all_need | own, name
+
+
 def test_files_that_the_readmes_name_exist() -> None:
     for source in ("README.md", "results/README.md"):
         text = (ROOT / source).read_text()
