@@ -47,20 +47,11 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from common.evaluation import Policy, to_env
+from common.flags import RunArgs, check_env, pick_arch
 from common.hogwild import Team, Worker, hand_over, pick_n_processes, share, sync
-from common.run import (
-    Policy,
-    Run,
-    RunArgs,
-    check_env,
-    env_seed,
-    make_run_dir,
-    pick_arch,
-    read_args,
-    run_script,
-    to_env,
-)
-from common.vec_env import make_vec_env
+from common.run import Run, make_run_dir, read_args, run_script
+from common.vec_env import env_seed, make_vec_env
 
 SCRIPT = "a3c"
 

@@ -56,23 +56,11 @@ from torch import Tensor, nn
 
 from common.actors import Actors, Chunk, Link
 from common.atari import STACK
+from common.evaluation import Policy
+from common.flags import RunArgs, UsageError, atari_or_vector, check_discrete, check_env, pick_arch, pick_device
 from common.replay import Batch, Replay, chunk_fields, fit_replay, frame_space, replay_bytes
-from common.run import (
-    Policy,
-    Run,
-    RunArgs,
-    UsageError,
-    atari_or_vector,
-    check_discrete,
-    check_env,
-    env_seed,
-    make_run_dir,
-    pick_arch,
-    pick_device,
-    read_args,
-    run_script,
-)
-from common.vec_env import make_vec_env, n_cores
+from common.run import Run, make_run_dir, read_args, run_script
+from common.vec_env import env_seed, make_vec_env, n_cores
 
 SCRIPT = "apex"
 

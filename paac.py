@@ -50,22 +50,10 @@ from gymnasium import spaces
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
 
-from common.run import (
-    Policy,
-    Run,
-    RunArgs,
-    check_env,
-    check_range,
-    check_rollout,
-    env_seed,
-    make_run_dir,
-    pick_arch,
-    pick_device,
-    read_args,
-    run_script,
-    to_env,
-)
-from common.vec_env import make_vec_env, n_cores
+from common.evaluation import Policy, to_env
+from common.flags import RunArgs, check_env, check_range, check_rollout, pick_arch, pick_device
+from common.run import Run, make_run_dir, read_args, run_script
+from common.vec_env import env_seed, make_vec_env, n_cores
 
 SCRIPT = "paac"
 

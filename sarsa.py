@@ -45,22 +45,11 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
+from common.evaluation import Policy
+from common.flags import RunArgs, UsageError, atari_or_vector, check_discrete, check_env, pick_arch
 from common.hogwild import Team, Worker, pick_n_processes, share, sync
-from common.run import (
-    Policy,
-    Run,
-    RunArgs,
-    UsageError,
-    atari_or_vector,
-    check_discrete,
-    check_env,
-    env_seed,
-    make_run_dir,
-    pick_arch,
-    read_args,
-    run_script,
-)
-from common.vec_env import make_vec_env
+from common.run import Run, make_run_dir, read_args, run_script
+from common.vec_env import env_seed, make_vec_env
 
 SCRIPT = "sarsa"
 

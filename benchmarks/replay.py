@@ -29,7 +29,8 @@ from gymnasium import spaces
 
 import apex
 from common.actors import Chunk
-from common.run import keep_freed_memory, pick_device
+from common.flags import pick_device
+from common.run import keep_freed_memory
 from common.sum_tree import SumTree
 
 SPACE, ACTIONS = spaces.Box(0, 255, (4, 84, 84), np.uint8), spaces.Discrete(6)

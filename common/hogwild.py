@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from common.crew import Crew
-from common.run import Run, UsageError, to_float
+from common.flags import UsageError
+from common.run import Run, to_float
 from common.vec_env import WorkerError, n_cores
 
 POLL_INTERVAL = 0.05  # seconds between two looks of the parent

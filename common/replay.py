@@ -20,8 +20,9 @@ from torch import Tensor
 
 from common.actors import Chunk, Fields
 from common.atari import STACK
-from common.run import UsageError, check_range, env_seed, flag_and_value, free_memory
+from common.flags import UsageError, check_range, flag_and_value, free_memory
 from common.sum_tree import SumTree
+from common.vec_env import env_seed
 
 ACTOR_MEMORY = 500e6  # bytes that an actor process needs, roughly: its libraries, games and chunks
 BATCH_COPIES = 30  # times the observations of a batch that an update needs, roughly: floats, activations, gradients

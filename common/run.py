@@ -1,6 +1,6 @@
-"""What every trainer has around its algorithm: the command line, run directory, checkpoints, progress, evaluation.
+"""What every trainer has around its algorithm: the run, its directory, checkpoints, progress and end.
 
-A trainer's `Args` is a `RunArgs` that has at least preset, total_steps, seed and arch besides; `script` is its name.
+`script` is the name of a trainer, `args` its flags (see `flags.py`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import dataclasses
 import fcntl
 import functools
 import io
-import itertools
 import json
-import math
 import os
 import re
 import signal
@@ -29,39 +27,14 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-import tyro
-from gymnasium import spaces
-from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from common.atari import is_atari
-from common.vec_env import STOP_SIGNALS, Lasting, WorkerError, find_spec, make_env, make_vec_env, n_cores
+from common.evaluation import Policy, evaluate, record
+from common.flags import RANGES, UsageError, check_env, check_range, flag_and_value, read_flags
+from common.vec_env import STOP_SIGNALS, Lasting, WorkerError
 
 PRINT_INTERVAL = 30  # seconds between two lines where there is no terminal for a progress bar
-MAX_EPISODE_STEPS = 27_000  # where an evaluated episode is cut if nothing else ends it: half an hour of Atari
-MAX_FRAMES = 3000  # of a GIF
-LARGEST = 3e38  # real number that a flag may have: float32 ends at 3.4e38
-
-# Flags of any trainer by the range that their values must lie in; None: what a tensor holds. A flag may be None, too.
-RANGES = {
-    (0, 2**64 - 1): "seed",
-    (1, None): "total_steps checkpoint_interval n_envs t_max update_interval update_epochs epsilon_steps batch_size"
-    " target_interval envs_per_actor fetch_interval learning_starts trim_interval",
-    (1, 1024): "n_processes n_actors learner_threads",
-    (1, 255): "n_step",
-    (0, 10_000): "eval_episodes",
-    (0, 1): "gamma gae_lambda rms_decay epsilon eval_epsilon priority_alpha priority_beta",
-    (0, None): "learning_rate entropy_coef value_coef max_grad_norm clip_coef epsilon_alpha reward_scale",
-    (1e-12, None): "rms_eps adam_eps priority_eps",
-    (1e-3, None): "replay_ratio",
-}
-
-Policy = Callable[[np.ndarray], np.ndarray]  # observations (n, ...) → actions as the environments take them
-
-
-class UsageError(Exception):
-    """Wrong arguments: one line for the user, exit status 2."""
 
 
 # ------------------------------------------------------------------------------------------------------ script
@@ -117,28 +90,6 @@ def run_script(
 # ------------------------------------------------------------------------------------------------------ flags
 
 
-@dataclasses.dataclass
-class RunArgs:
-    """The flags of every trainer that have nothing to do with its algorithm."""
-
-    env_id: str = "PongNoFrameskip-v4"
-    """any Gymnasium id, `module:Id` included"""
-    env_kwargs: str = "{}"
-    """JSON: keyword arguments for the environment"""
-    run_dir: str | None = None
-    """must not exist yet; None: runs/<env-id>__<script>__<seed>__<time>"""
-    checkpoint_interval: int = 250_000
-    """agent steps between checkpoints"""
-    resume: str | None = None
-    """run directory to go on from, with new episodes; flags given beside it override the run's own"""
-    evaluate: str | None = None
-    """run directory to evaluate; trains nothing"""
-    eval_episodes: int = 30
-    """episodes to evaluate when training ends, all in parallel; 0: none"""
-    record: bool = False
-    """write agent.gif of one more episode into the run directory"""
-
-
 def read_args(
     script: str,
     argv: list[str] | None,
@@ -173,37 +124,6 @@ def read_args(
     return args, checkpoint, env
 
 
-def atari_or_vector(args: Any, env: gym.Env) -> str:
-    """The preset for images or for vectors, as most trainers call them."""
-    return "atari" if len(env.observation_space.shape) == 3 else "vector"
-
-
-def read_flags(argv: list[str] | None, default: Any, description: str) -> Any:
-    """The command line by tyro, into a copy of the dataclass `default`.
-
-    Raises:
-        UsageError: tyro refuses it; with the first sentence of its box. A folder has no name.
-    """
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(output):
-            args = tyro.cli(type(default), args=argv, default=default, description=description)
-    except SystemExit as error:
-        if not error.code:
-            raise  # --help
-        lines = [line.strip("│ ") for line in output.getvalue().splitlines()[1:]]
-        if not lines[0].strip("-"):  # below the title, where the box is drawn in ASCII
-            lines.pop(0)
-        raise UsageError(" ".join(itertools.takewhile(lambda line: line.strip("─-"), lines))) from None
-    for name in ("run_dir", "resume", "evaluate"):
-        folder = getattr(args, name)
-        if folder == "":  # a variable of a shell that is not set
-            raise UsageError(f"--{name.replace('_', '-')} '': a folder is needed")
-        if folder and folder.encode(errors="ignore").decode() != folder:  # torch and TensorBoard fail there
-            raise UsageError(f"--{name.replace('_', '-')} {folder!r}: a name in UTF-8 is needed")
-    return args
-
-
 def read_run(script: str, argv: list[str] | None, args: Any, fixed: tuple[str, ...]) -> tuple[Any, dict]:
     """The flags and the checkpoint of the run that --resume or --evaluate names; flags in `argv` override its own.
 
@@ -235,111 +155,6 @@ def read_run(script: str, argv: list[str] | None, args: Any, fixed: tuple[str, .
     return args, checkpoint
 
 
-def check_env(args: Any) -> gym.Env:
-    """An environment that was made as the flags say and is closed again, for its spaces.
-
-    Raises:
-        UsageError: it cannot be made, or not be drawn where --record wants that.
-    """
-    try:
-        env_kwargs = json.loads(args.env_kwargs)
-    except ValueError:
-        env_kwargs = None
-    if not isinstance(env_kwargs, dict):
-        raise UsageError(f"--env-kwargs {args.env_kwargs}: a JSON object is needed")
-    try:
-        env = make_env(find_spec(args.env_id), env_kwargs, "rgb_array" if args.record else None)
-    except (Exception, SystemExit) as error:
-        what = "--env-id {} with --record" if args.record else "--env-id {}"
-        bare = isinstance(error, LookupError | SystemExit) or not str(error)  # a key or a number says nothing
-        raise UsageError(f"{what.format(args.env_id)}: {repr(error) if bare else error}") from error
-    with contextlib.closing(env):
-        if args.record:
-            try:
-                env.reset()
-                Image.fromarray(env.render())
-            except Exception as error:
-                cause = str(error) or type(error).__name__
-                raise UsageError(f"--record: {args.env_id} cannot be drawn here: {cause}") from error
-    return env
-
-
-def check_discrete(script: str, args: Any, env: gym.Env) -> None:
-    """Raises UsageError where the actions are not Discrete."""
-    if not isinstance(env.action_space, spaces.Discrete):
-        raise UsageError(f"--env-id {args.env_id}: {script}.py needs Discrete actions, it has {env.action_space}")
-
-
-def pick_arch(args: Any, space: spaces.Box, default: str) -> str:
-    """The network of --arch; auto: `default` for images, mlp for vectors.
-
-    Raises:
-        UsageError: it does not fit the observations.
-    """
-    images = len(space.shape) == 3
-    arch = (default if images else "mlp") if args.arch == "auto" else args.arch
-    if (arch == "mlp") == images:
-        raise UsageError(f"--arch {arch} does not fit the observations of {args.env_id}: {space}")
-    return arch
-
-
-def check_range(args: Any, names: str, low: float, high: float | None = None) -> None:
-    """Raises UsageError where one of the flags is not finite or lies outside [low, high]; None: what a tensor holds."""
-    for name in names.split():
-        value = getattr(args, name)
-        most = high if high is not None else 2**62 if isinstance(value, int) else LARGEST
-        if not low <= value <= most:  # refuses NaN as well
-            raise UsageError(f"{flag_and_value(args, name)}: it must lie in [{low}, {most}]")
-
-
-def flag_and_value(args: Any, name: str) -> str:
-    return f"--{name.replace('_', '-')} {getattr(args, name)}"
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of --device.
-
-    Raises:
-        UsageError: there is no CUDA device.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: no CUDA device is available")
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-
-
-def free_memory(device: str) -> float:
-    """Bytes that may still be allocated on "cpu" or "cuda": half of all where the system does not tell."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    free = [math.inf]
-    with contextlib.suppress(OSError, ValueError):
-        free = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2]
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = [int(lines["MemAvailable"].split()[0]) * 1024]
-    with contextlib.suppress(OSError, ValueError, KeyError):  # the limit of a container; "max" where there is none
-        group = Path("/sys/fs/cgroup")
-        used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cache = int(used["inactive_file"])  # given back when it is needed
-        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()) + cache)
-    with contextlib.suppress(OSError, ValueError, ImportError):  # the limit of a process, `ulimit -v`
-        from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
-
-        if (limit := getrlimit(RLIMIT_AS)[0]) != RLIM_INFINITY:
-            used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-            free.append(limit - used)
-    return min(free)
-
-
-def check_rollout(args: Any, n_steps: int, space: gym.Space, more_bytes: int = 0) -> None:
-    """Raises UsageError where n_steps observations of each environment, and more_bytes with each, exceed the memory."""
-    need = n_steps * args.n_envs * (space.dtype.itemsize * math.prod(space.shape) + more_bytes)
-    free = free_memory(pick_device(args.device).type)
-    if need > free:
-        what = f"{flag_and_value(args, 'n_envs')} with {n_steps:,} steps between updates"
-        raise UsageError(f"{what}: it needs {need / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free")
-
-
 def keep_freed_memory() -> None:
     """Let glibc keep memory that is freed: it would return it to the system at each step, and page it in again."""
     libc = ctypes.CDLL(None)
@@ -347,14 +162,6 @@ def keep_freed_memory() -> None:
         M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
         libc.mallopt(M_TRIM_THRESHOLD, 1 << 28)
         libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)
-
-
-def env_seed(*key: int) -> int:
-    """A seed for a vector environment, which adds i for environment i; other keys lead far away from it.
-
-    Keys that differ in zeros at the end are the same key.
-    """
-    return int(np.random.SeedSequence(key).generate_state(1)[0]) >> 2  # ALE takes 31 bits
 
 
 # ------------------------------------------------------------------------------ run directory and checkpoints
@@ -676,24 +483,6 @@ class Run:
             print(f"training is complete, its evaluation was stopped; --evaluate {self.dir} does it", flush=True)
 
 
-# ------------------------------------------------------------------------------------------------- environment
-
-
-def to_env(actions: Tensor, space: gym.Space) -> np.ndarray:
-    """Sampled actions as the environment takes them: a Gaussian's [-1, 1] is stretched to the bounds of the space."""
-    actions = actions.cpu().numpy()
-    if isinstance(space, spaces.Discrete):
-        return actions
-    actions = actions.reshape(-1, *space.shape)
-    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        bounded = np.isfinite((high - low).astype(np.float32))  # the largest float as a bound means that there is none
-        stretched = low + (actions.clip(-1, 1) + 1) / 2 * (high - low)
-        actions = np.where(bounded, stretched, actions)
-        inside = (np.rint(actions) if np.issubdtype(space.dtype, np.integer) else actions).astype(space.dtype)
-    return np.where(actions <= low, space.low, np.where(actions >= high, space.high, inside))
-
-
 # -------------------------------------------------------------------------------------------------- evaluation
 
 
@@ -711,49 +500,3 @@ def evaluate_run(
     if args.record:
         record(args, new_policy(), stopped)
     return result
-
-
-def evaluate(args: Any, policy: Policy, stopped: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
-    """Play `eval_episodes` episodes in parallel, one per environment; statistics of their raw returns.
-
-    Starts are seeded apart from those of training. None when stopped.
-    """
-    n, n_workers = args.eval_episodes, getattr(args, "n_workers", min(8, n_cores()))
-    with contextlib.closing(make_vec_env(args.env_id, n, min(n_workers, n), json.loads(args.env_kwargs))) as envs:
-        obs, returns, running = envs.reset(seed=env_seed(args.seed, 0, 1))[0], np.zeros(n), np.ones(n, np.bool_)
-        for _ in range(MAX_EPISODE_STEPS):
-            obs, reward, terminated, truncated, _ = envs.step(policy(obs))
-            returns += reward * running
-            running &= ~(terminated | truncated)
-            if stopped():
-                return None
-            if not running.any():
-                break
-    return {"episodes": n} | {name: float(getattr(returns, name)()) for name in ("mean", "std", "min", "max")}
-
-
-def record(args: Any, policy: Policy, stopped: Callable[[], bool] = lambda: False) -> None:
-    """Play one episode and write it as agent.gif into the run directory, its first MAX_FRAMES steps at most."""
-    env = make_env(find_spec(args.env_id), json.loads(args.env_kwargs), "rgb_array")
-    follow_agent(env)
-    with contextlib.closing(env):
-        obs, done, frames, score = env.reset(seed=env_seed(args.seed, 0, 2))[0], False, [], 0.0
-        while not done and len(frames) < MAX_FRAMES:
-            frames.append(Image.fromarray(env.render()))
-            obs, reward, terminated, truncated, _ = env.step(policy(obs[None])[0])
-            score, done = score + float(reward), terminated or truncated
-            if stopped():
-                return
-    fps = 15 if is_atari(env.spec) else env.metadata.get("render_fps", 30)  # an Atari step is 4 frames of 60 a second
-    path = Path(args.run_dir) / "agent.gif"
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=round(1000 / fps), loop=0)
-    print(f"{path}: {len(frames)} steps, return {score:.2f}", flush=True)
-
-
-def follow_agent(env: gym.Env) -> None:
-    """Draw by the camera `track` of a MuJoCo model: the one that Gymnasium takes, where none is named, stands still."""
-    renderer = getattr(env.unwrapped, "mujoco_renderer", None)
-    if renderer and renderer.camera_id == -1:  # none named; and -1 again where the model has no `track`
-        import mujoco
-
-        renderer.camera_id = mujoco.mj_name2id(env.unwrapped.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")

@@ -497,6 +497,14 @@ def is_image(space: gym.Space) -> bool:
     )
 
 
+def env_seed(*key: int) -> int:
+    """A seed for a vector environment, which adds i for environment i; other keys lead far away from it.
+
+    Keys that differ in zeros at the end are the same key.
+    """
+    return int(np.random.SeedSequence(key).generate_state(1)[0]) >> 2  # ALE takes 31 bits
+
+
 def make_vec_env(env_id: str, n_envs: int, n_workers: int = 0, env_kwargs: dict | None = None) -> VectorEnv:
     """A vector environment for any Gymnasium id, reset in the step that ends an episode (SAME_STEP).
 

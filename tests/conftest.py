@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import common.evaluation
 import common.run
 from tests.helpers import content, run
 
@@ -52,8 +53,8 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         with monkeypatch.context() as patch:
             for name in ("train", "Run", "Team"):
                 patch.setattr(trainer, name, started, raising=name != "Team")  # not every trainer starts a team
-            for name in ("evaluate_run", "make_vec_env"):
-                patch.setattr(common.run, name, started)
+            patch.setattr(common.run, "evaluate_run", started)
+            patch.setattr(common.evaluation, "make_vec_env", started)
             code = run(trainer, *flags)
         stdout, stderr = capfd.readouterr()
         assert content(tmp_path) == before

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import common.run
+from common.vec_env import env_seed
 
 ROOT = Path(__file__).parent.parent
 ENDLESS = 1_000_000_000  # steps
@@ -40,7 +41,7 @@ def run(trainer: ModuleType, *flags: Any) -> int:
 
 def faulty(fault: str, n_workers: int, run_dir: Path) -> list[str]:
     """Flags of a run whose environment 2 fails in the eighth update; 4 environments, 20 steps each."""
-    kwargs = {"fault": fault, "after": 38, "only": common.run.env_seed(1, 0) + 2}
+    kwargs = {"fault": fault, "after": 38, "only": env_seed(1, 0) + 2}
     flags = ["--env-id", "tests.paac_envs:Faulty-v0", "--env-kwargs", json.dumps(kwargs), "--seed", "1"]
     flags += ["--n-envs", "4", "--t-max", "5", "--n-workers", str(n_workers), "--checkpoint-interval", "20"]
     return [*flags, "--total-steps", str(ENDLESS), "--run-dir", str(run_dir)]

@@ -32,10 +32,11 @@ from torch import Tensor
 import apex
 import common.actors
 import common.crew
+import common.evaluation
 import common.replay
 import common.run
 from common.actors import Actors, Fields, Link
-from common.run import check_env
+from common.flags import check_env
 from common.vec_env import WorkerError
 from tests import helpers
 from tests.helpers import check_files, checkpoint, same, squares, stop_after, summary, wait_for
@@ -105,7 +106,7 @@ def time_limit(seconds: int = 100) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _ends_in_time_and_evaluates_without_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(common.run, "n_cores", lambda: 0)
+    monkeypatch.setattr(common.evaluation, "n_cores", lambda: 0)
     with time_limit():
         yield
 
@@ -259,7 +260,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("apex") / "r"
     flags = [*SEVEN, *TWO, "--total-steps", "2000", "--seed", "9", "--eval-episodes", "3", "--replay-ratio", "2"]
     with pytest.MonkeyPatch.context() as patch, time_limit():
-        patch.setattr(common.run, "n_cores", lambda: 0)
+        patch.setattr(common.evaluation, "n_cores", lambda: 0)
         assert run(*flags, "--learning-rate", "1e-3", "--run-dir", run_dir) == 0
     return run_dir
 
@@ -503,7 +504,7 @@ def test_too_little_memory_for_any_default(refused: Callable[..., str], memory: 
 
 @pytest.mark.parametrize("flags", [[], ["--env-id", "CartPole-v1"], ["--env-id", "CartPole-v1", "--capacity", "5000"]])
 def test_free_memory_that_nothing_tells(flags: list[str], memory: Callable[[float], None]) -> None:
-    """As common.run.free_memory has it where there is no /proc/meminfo: macOS, for one."""
+    """As common.flags.free_memory has it where there is no /proc/meminfo: macOS, for one."""
     memory(math.inf)
     assert parse(*flags, "--run-dir", "r").capacity >= 5000
 

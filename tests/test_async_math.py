@@ -26,7 +26,7 @@ import common.hogwild
 import nstep_q
 import sarsa
 from common.hogwild import Team, Worker
-from common.run import env_seed
+from common.vec_env import env_seed
 from tests import paac_envs
 
 IMAGE = spaces.Box(0, 255, (4, 84, 84), np.uint8)

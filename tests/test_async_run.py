@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import a3c
 import async_q
 import common.crew
+import common.evaluation
 import common.hogwild
 import common.run
 import nstep_q
@@ -60,7 +61,7 @@ ONE = ["--n-processes", "1", "--eval-episodes", "0"]
 
 @pytest.fixture(autouse=True)
 def _evaluates_without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common.run, "n_cores", lambda: 0)
+    monkeypatch.setattr(common.evaluation, "n_cores", lambda: 0)
 
 
 class Here:
@@ -124,7 +125,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[ModuleType],
         flags += ["--learning-rate", "7e-4"] + ([] if trainer is a3c else ["--target-interval", "1000"])
         flags += ["--update-interval", "5"] if trainer in (async_q, sarsa) else []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(common.run, "n_cores", lambda: 0)
+            patch.setattr(common.evaluation, "n_cores", lambda: 0)
             assert run(trainer, *flags, "--run-dir", run_dir) == 0
         return run_dir
 

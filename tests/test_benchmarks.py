@@ -135,7 +135,7 @@ def test_jobs_of_a_suite_fit_and_differ(name: str, cores: int, tmp_path: Path, m
     assert all(1 <= job.cores <= cores for job in jobs)
     for job in jobs:
         trainer = importlib.import_module(job.trainer)
-        for module in (trainer, common.run, common.hogwild):
+        for module in (trainer, common.hogwild):
             monkeypatch.setattr(module, "n_cores", lambda: cores, raising=module is not trainer)
         args, _ = trainer.parse(job.command()[1:])
         assert (args.env_id, args.total_steps, args.seed) == (job.env_id, job.total_steps, job.seed)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from common.run import env_seed
+from common.vec_env import env_seed
 from tests.helpers import (
     ENDLESS,
     ROOT,

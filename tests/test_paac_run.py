@@ -25,6 +25,8 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
+import common.evaluation
+import common.flags
 import common.run
 import paac
 from common.vec_env import find_spec, make_env
@@ -405,9 +407,9 @@ def test_output_that_the_terminal_lacks_letters_for(tmp_path: Path, monkeypatch:
 def test_signal_while_it_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half an episode is not written."""
     followed = []
-    monkeypatch.setattr(common.run, "follow_agent", followed.append)
+    monkeypatch.setattr(common.evaluation, "follow_agent", followed.append)
     args = paac.Args(env_id="PongNoFrameskip-v4", run_dir=str(tmp_path))
-    common.run.record(args, lambda obs: [0] * len(obs), stopped=lambda: True)
+    common.evaluation.record(args, lambda obs: [0] * len(obs), stopped=lambda: True)
     assert list(tmp_path.iterdir()) == [] and len(followed) == 1
 
 
@@ -418,13 +420,13 @@ def test_signal_while_it_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_camera_follows_the_agent_where_it_can(env_id: str, named: dict, camera: int | None) -> None:
     """Hopper has one camera, `track`, Reacher none, CartPole no MuJoCo."""
     with contextlib.closing(make_env(find_spec(env_id), named, "rgb_array")) as env:
-        common.run.follow_agent(env)
+        common.evaluation.follow_agent(env)
         renderer = getattr(env.unwrapped, "mujoco_renderer", None)
         assert (renderer.camera_id if renderer else None) == camera
 
 
 def test_evaluation_of_an_endless_environment_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common.run, "MAX_EPISODE_STEPS", 12)
+    monkeypatch.setattr(common.evaluation, "MAX_EPISODE_STEPS", 12)
     kwargs = '{"ends": [[1000000, "terminated"]]}'
     args = paac.Args(env_id="tests.paac_envs:Walk-v0", env_kwargs=kwargs, eval_episodes=2, n_workers=0)
     steps = []
@@ -433,7 +435,7 @@ def test_evaluation_of_an_endless_environment_ends(monkeypatch: pytest.MonkeyPat
         steps.append(len(obs))
         return [0] * len(obs)
 
-    assert common.run.evaluate(args, policy)["episodes"] == 2 and steps == [2] * 12
+    assert common.evaluation.evaluate(args, policy)["episodes"] == 2 and steps == [2] * 12
 
 
 # ----------------------------------------------------------------------------------------------------- faults
@@ -677,22 +679,22 @@ def test_free_memory(limit: str | None, free: int, tmp_path: Path, monkeypatch: 
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(common.run, "Path", lambda path: tmp_path / path.lstrip("/"))
-    assert common.run.free_memory("cpu") == free
+    monkeypatch.setattr(common.flags, "Path", lambda path: tmp_path / path.lstrip("/"))
+    assert common.flags.free_memory("cpu") == free
 
 
 def test_free_memory_of_a_process_with_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resource = pytest.importorskip("resource")
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/statm").write_text("700 600 500 400 0 300 0\n")
-    monkeypatch.setattr(common.run, "Path", lambda path: tmp_path / path.lstrip("/"))
+    monkeypatch.setattr(common.flags, "Path", lambda path: tmp_path / path.lstrip("/"))
     monkeypatch.setattr(resource, "getrlimit", lambda what: (9_000_000, resource.RLIM_INFINITY))
-    assert common.run.free_memory("cpu") == 9_000_000 - 700 * os.sysconf("SC_PAGE_SIZE")
+    assert common.flags.free_memory("cpu") == 9_000_000 - 700 * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_free_memory_where_nothing_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common.run, "Path", lambda path: tmp_path / path.lstrip("/"))
-    assert common.run.free_memory("cpu") == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    monkeypatch.setattr(common.flags, "Path", lambda path: tmp_path / path.lstrip("/"))
+    assert common.flags.free_memory("cpu") == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
 
 
 @pytest.mark.parametrize(("flags", "named"), [([], "CartPole-v1: no"), (["--record"], "CartPole-v1 with --record: no")])
@@ -702,7 +704,7 @@ def test_refused_names_the_flag_that_may_be_to_blame(
     def fail(*arguments: Any) -> None:
         raise ValueError("no")
 
-    monkeypatch.setattr(common.run, "make_env", fail)
+    monkeypatch.setattr(common.flags, "make_env", fail)
     assert f"--env-id {named}" in refused("--env-id", "CartPole-v1", *flags)
 
 
@@ -716,7 +718,7 @@ def test_refused_says_what_kind_of_error_it_was(
     def fail(*arguments: Any) -> None:
         raise error
 
-    monkeypatch.setattr(common.run, "make_env", fail)
+    monkeypatch.setattr(common.flags, "make_env", fail)
     assert refused("--env-id", "CartPole-v1").rstrip() == f"paac.py: --env-id CartPole-v1: {text}"
 
 

@@ -15,10 +15,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
+import common.flags
 import common.run
 import paac
 import ppo_batch
-from common.run import check_env
+from common.flags import check_env
 from common.vec_env import make_vec_env
 from tests import helpers
 from tests.helpers import check_files, checkpoint, faulty, same, stop_after, summary
@@ -305,7 +306,7 @@ def test_a_rollout_must_fit_into_memory(
     need = 4 * 6 * (4 * 84 * 84 + (16 if trainer is ppo_batch else kept))
     flags = SMALL if trainer is ppo_batch else SMALL[:4]
     for free, code in ((need - 1, 2), (need, 0)):
-        monkeypatch.setattr(common.run, "free_memory", lambda device, free=free: free)
+        monkeypatch.setattr(common.flags, "free_memory", lambda device, free=free: free)
         assert trainer.main(["--env-id", ENV.format("PixelCue"), *HERE, *flags, "--total-steps", "24"]) == code
         assert ("--n-envs 4 with 6 steps between updates" in capfd.readouterr().err) == (code == 2)
 
