@@ -169,7 +169,7 @@ class QNetwork(nn.Module):
         self, observation_space: spaces.Box, action_space: spaces.Discrete, arch: str, bfloat16: bool = False
     ) -> None:
         super().__init__()
-        self.bfloat16 = bfloat16
+        self.observation_space, self.bfloat16 = observation_space, bfloat16
         if arch == "nature":  # (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7
             layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1), nn.Flatten()]
             self.trunk = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster on CPU
@@ -259,7 +259,9 @@ class CentredRMSProp(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
                 square, mean = self.state[p]["square"], self.state[p]["mean"]
                 square.mul_(group["decay"]).addcmul_(p.grad, p.grad, value=1 - group["decay"])
                 mean.mul_(group["decay"]).add_(p.grad, alpha=1 - group["decay"])
@@ -389,7 +391,8 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     torch.manual_seed(args.seed)
     n_threads = 1 if args.arch == "mlp" else max(1, n_cores() - args.n_actors)
     torch.set_num_threads(args.learner_threads or n_threads)
-    space, model = check_env(args).observation_space, make_model(args)
+    model = make_model(args)
+    space = model.observation_space
     target_model = copy.deepcopy(model)  # θ⁻
     parameters = list(model.parameters())
     optimizer = CentredRMSProp(parameters, args.learning_rate, args.rms_decay, args.rms_eps)

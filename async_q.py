@@ -187,7 +187,9 @@ class RMSProp(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
                 square = self.state[p]["square"].mul_(group["decay"])
                 square.addcmul_(p.grad, p.grad, value=1 - group["decay"])
                 p.addcdiv_(p.grad, (square + group["eps"]).sqrt_(), value=-group["lr"])
@@ -205,7 +207,9 @@ class MomentumSGD(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
                 mean = self.state[p]["mean"].mul_(group["decay"]).add_(p.grad, alpha=1 - group["decay"])
                 p.add_(mean, alpha=-group["lr"])
 

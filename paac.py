@@ -87,7 +87,7 @@ class Args(RunArgs):
     n_envs: int = 32
     """n_e: environments"""
     n_workers: int | None = None
-    """n_w: threads (Atari) or processes (the rest; 0: none) that step them; None: 8, or fewer cores or environments"""
+    """n_w: threads (Atari; at least 1) or processes (else; 0: none) that step them; None: 8, or fewer cores or n_e"""
     arch: Literal["auto", "nips", "nature", "mlp"] = "auto"
     """network; auto: nips for images, mlp for vectors"""
     bfloat16: bool = False
@@ -261,7 +261,9 @@ class RMSProp(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
                 square = self.state[p]["square"].mul_(group["decay"])
                 square.addcmul_(p.grad, p.grad, value=1 - group["decay"])
                 p.addcdiv_(p.grad, (square + group["eps"]).sqrt_(), value=-group["lr"])
@@ -279,8 +281,8 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     torch.manual_seed(args.seed)
     if args.arch == "mlp":
         torch.set_num_threads(1)  # so small a network takes twice the time with two
-    envs = RecordEpisodeStatistics(make_vec_env(args.env_id, args.n_envs, args.n_workers, json.loads(args.env_kwargs)))
     model = make_model(args)
+    envs = RecordEpisodeStatistics(make_vec_env(args.env_id, args.n_envs, args.n_workers, json.loads(args.env_kwargs)))
     optimizer = RMSProp(model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, initial_square=1.0)
     parts = {"model": model, "optimizer": optimizer}
     shape = (args.t_max, args.n_envs)

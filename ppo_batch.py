@@ -97,7 +97,7 @@ class Args(RunArgs):
     n_envs: int = 8
     """N: simulators"""
     n_workers: int | None = None
-    """threads (Atari) or processes (the rest; 0: none) that step them; None: 8, or fewer cores or simulators"""
+    """threads (Atari; at least 1) or processes (else; 0: none) that step them; None: 8, or fewer cores or N"""
     arch: Literal["auto", "nature", "mlp"] = "auto"
     """network; auto: nature for images, mlp for vectors"""
     bfloat16: bool = False
@@ -356,8 +356,8 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     torch.manual_seed(args.seed)
     if args.arch == "mlp":
         torch.set_num_threads(1)  # so small a network takes twice the time with two
-    envs = RecordEpisodeStatistics(make_vec_env(args.env_id, args.n_envs, args.n_workers, json.loads(args.env_kwargs)))
     model = make_model(args)
+    envs = RecordEpisodeStatistics(make_vec_env(args.env_id, args.n_envs, args.n_workers, json.loads(args.env_kwargs)))
     optimizer = torch.optim.Adam(model.parameters(), args.learning_rate, eps=args.adam_eps, fused=True)
     parts = {"model": model, "optimizer": optimizer}
     t_max = rollout_length(args)

@@ -127,7 +127,10 @@ def main() -> None:
                 continue
             rows.append((count, seed, *to_goal(args, count, seed)))
             print("{} {}, seed {}: {:,.0f} steps, {:.1f} s".format(PARALLEL[args.trainer], *rows[-1]), flush=True)
-            header += [f"last rows, {line}" for line in lines if not {line, f"last rows, {line}"} & {*header}]
+            for line in lines[1:]:
+                key, known = line.split(": ")[0], [text.removeprefix("last rows, ") for text in header]
+                if [text for text in known if text.startswith(key)][-1:] != [line]:
+                    header.append(f"last rows, {line}")
             with open(path, "w", newline="") as file:  # a run that is stopped keeps what it has
                 file.writelines(f"# {line}\n" for line in header)
                 csv.writer(file, lineterminator="\n").writerows([("count", "seed", "steps", "seconds"), *rows])

@@ -56,7 +56,7 @@ def _game_options(spec: EnvSpec, env_kwargs: dict | None) -> dict:
 
 
 def make_atari_vec_env(env_id: str, n_envs: int, n_threads: int = 0, env_kwargs: dict | None = None) -> AtariVectorEnv:
-    """`n_envs` games stepped by `n_threads` C++ threads (0: one a core), reset in the step that ends them.
+    """`n_envs` games stepped by `n_threads` C++ threads (0: one per core), reset in the step that ends them.
 
     Observations are (n_envs, 4, 84, 84) uint8, rewards (n_envs,) int32 raw scores. `reset(seed=s)` seeds game i
     with s + i: its no-ops, and its sticky actions where the id has them.

@@ -192,7 +192,7 @@ class Team(Crew):
 
 
 def pick_n_processes(args: Any, checkpoint: dict | None) -> int:
-    """The number of --n-processes; None: one a core.
+    """The number of --n-processes; None: one per core.
 
     Raises:
         UsageError: the checkpoint has optimizers of its own for another number.

@@ -333,8 +333,8 @@ class Lasting:
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream or open(os.devnull, "w")  # noqa: SIM115  # None where it was closed before we began
-        if getattr(self.stream, "errors", None) == "strict":
-            self.stream.reconfigure(errors="replace")  # what the encoding of a terminal lacks
+        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # what the encoding of a terminal lacks
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

@@ -45,6 +45,20 @@ class Talking(Bandit):
         return super().step(action)
 
 
+class Exclusive(Bandit):
+    """A bandit of which a process can have only one at a time."""
+
+    open = False
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        super().__init__()
+        assert not Exclusive.open, "the port is in use"
+        Exclusive.open = True
+
+    def close(self) -> None:
+        Exclusive.open = False
+
+
 class Plain(Bandit):
     """A bandit that takes no arguments at all, not even a render mode, as many people's environments."""
 
@@ -266,6 +280,7 @@ class CartPolePositions(gym.ObservationWrapper):
 for env in (
     Bandit,
     Talking,
+    Exclusive,
     Plain,
     Steady,
     Echo,

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import gymnasium as gym
@@ -29,6 +30,7 @@ import common.evaluation
 import common.flags
 import common.run
 import paac
+import ppo_batch
 from common.vec_env import find_spec, make_env
 from tests import helpers
 from tests.helpers import (
@@ -759,6 +761,13 @@ def test_a_checkpoint_that_is_saved_while_it_is_read(
     assert capfd.readouterr().err == "paac.py: --resume r: another process has just saved there; try again\n"
     monkeypatch.setattr(paac, "make_model", make_model)
     assert run("--resume", "r", "--total-steps", "80") == 0
+
+
+@pytest.mark.parametrize("trainer", [paac, ppo_batch], ids=lambda trainer: trainer.__name__)
+def test_an_environment_that_can_be_open_only_once(trainer: ModuleType) -> None:
+    flags = ["--env-id", "tests.paac_envs:Exclusive-v0", "--n-workers", "0", "--n-envs", "1", "--total-steps", "20"]
+    sizes = ["--minibatch-size", "10"] if trainer is ppo_batch else []
+    assert helpers.run(trainer, *flags, *sizes, "--t-max", "10", "--eval-episodes", "0") == 0
 
 
 def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
