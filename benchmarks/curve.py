@@ -14,6 +14,7 @@ import csv
 import json
 import math
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,8 +74,21 @@ def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
     return header, list(csv.reader(lines[len(header) + 1 :]))
 
 
+def write_table(path: Path, header: Iterable[str], columns: Sequence[str], rows: Iterable[Sequence]) -> None:
+    """What `read_table` reads."""
+    with open(path, "w", newline="") as file:
+        file.writelines(f"# {line}\n" for line in header)
+        csv.writer(file, lineterminator="\n").writerows([columns, *rows])
+
+
+def write_csv(path: Path, header: Iterable[str], rows: list[Row]) -> None:
+    """A curve, rounded to what it is worth."""
+    rounded = ((step, round(time, 1), round(score, 3), round(speed)) for step, time, score, speed in rows)
+    write_table(path, header, ("step", "seconds", "episodic_return", "SPS"), rounded)
+
+
 def read_csv(path: Path) -> tuple[list[str], list[Row]]:
-    """The header and the rows of a CSV of `main`."""
+    """The header and the rows of a curve."""
     header, rows = read_table(path)
     return header, [(int(row[0]), *map(float, row[1:])) for row in rows]
 
@@ -107,11 +121,7 @@ def main() -> None:
             if args.append:
                 past_header, past = read_csv(path)
                 header, rows = past_header + header, continued(rows, past)
-            with open(path, "w", newline="") as file:
-                file.writelines(f"# {line}\n" for line in header)
-                writer = csv.writer(file, lineterminator="\n")
-                writer.writerow(["step", "seconds", "episodic_return", "SPS"])
-                writer.writerows((step, round(time, 1), round(score, 3), round(sps)) for step, time, score, sps in rows)
+            write_csv(path, header, rows)
         returns = np.array([row[2] for row in rows])
         n = min(args.window, len(returns))
         means = np.convolve(returns, np.ones(n), "valid") / n  # of the last n points

@@ -13,7 +13,6 @@ machine and the evaluation; then one line a point, of the training episodes that
 from __future__ import annotations
 
 import contextlib
-import csv
 import fcntl
 import importlib.metadata
 import json
@@ -35,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
-from benchmarks.curve import read_curve
+from benchmarks.curve import read_curve, write_csv
 from common.vec_env import n_cores
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -197,7 +196,7 @@ def status(run_dir: Path) -> str:
     return "evaluated" if summary["status"] == "completed" and summary["eval"] else summary["status"]
 
 
-def write_csv(a_job: Job, run_dir: Path, path: Path, points: int) -> dict:
+def write_result(a_job: Job, run_dir: Path, path: Path, points: int) -> dict:
     """The CSV of a run that is complete; returns its summary. Raises ValueError where no episode has ended."""
     summary = json.loads((run_dir / "summary.json").read_text())
     header = json.loads(run_dir.with_suffix(".json").read_text()) | {
@@ -209,13 +208,7 @@ def write_csv(a_job: Job, run_dir: Path, path: Path, points: int) -> dict:
     if not rows:
         raise ValueError("no episode has ended")
     beside = path.with_suffix(".part")
-    with open(beside, "w", newline="") as file:
-        for key, value in header.items():
-            file.write(f"# {key}: {value}\n")
-        writer = csv.writer(file)
-        writer.writerow(["step", "seconds", "episodic_return", "SPS"])
-        for step, seconds, score, speed in rows:
-            writer.writerow((step, round(seconds, 1), round(score, 3), round(speed)))
+    write_csv(beside, [f"{key}: {value}" for key, value in header.items()], rows)
     beside.replace(path)
     return summary
 
@@ -245,7 +238,7 @@ def run_all(jobs: list[Job], runs: Path, out: Path, cores: int, points: int) -> 
                 try:
                     if process is not None and process.returncode:
                         raise ValueError(f"exit status {process.returncode}")
-                    summary = write_csv(a_job, runs / a_job.name, out / f"{a_job.name}.csv", points)
+                    summary = write_result(a_job, runs / a_job.name, out / f"{a_job.name}.csv", points)
                 except (ValueError, OSError) as error:
                     failed += 1
                     print(f"{a_job.name} failed: {error}; see {(runs / a_job.name).with_suffix('.log')}", flush=True)

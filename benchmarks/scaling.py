@@ -13,7 +13,6 @@ OUT.png, with NaN for a run that ends before it gets there. What OUT.csv has alr
 from __future__ import annotations
 
 import contextlib
-import csv
 import importlib
 import io
 import math
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import tyro
 
-from benchmarks.curve import read_table
+from benchmarks.curve import read_table, write_table
 from benchmarks.learning import HOGWILD, Trainer, provenance
 from common.run import Run
 
@@ -131,9 +130,7 @@ def main() -> None:
                 key, known = line.split(": ")[0], [text.removeprefix("last rows, ") for text in header]
                 if [text for text in known if text.startswith(key)][-1:] != [line]:
                     header.append(f"last rows, {line}")
-            with open(path, "w", newline="") as file:  # a run that is stopped keeps what it has
-                file.writelines(f"# {line}\n" for line in header)
-                csv.writer(file, lineterminator="\n").writerows([("count", "seed", "steps", "seconds"), *rows])
+            write_table(path, header, ("count", "seed", "steps", "seconds"), rows)  # at once: it may be stopped
     plot(args, rows)
 
 
