@@ -18,16 +18,19 @@ or to the end of the episode, and then applies its gradient to θ without a lock
 Where the sources differ or are silent, this file does the following:
 - the network is the small one of the supplement (sec. 8); the main text has the larger one of Mnih et al. 2015 for
   its 57 games (`--arch nature`);
-- t_max = 5 (supplement; the author wrote 20 to others), α = 0.0007, ε = 0.1, a clipping threshold of 40 and half
-  the learning rate for the critic, hence 0.25 (the author by e-mail, as public reproductions report it);
+- t_max = 5 (supplement; the author wrote 20 to others), α = 0.0007, ε = 0.1 and a clipping threshold of 40 (the
+  author by e-mail, as public reproductions report it); rewards are clipped to [-1, 1], of which reports differ;
+- 0.25 for the critic, where the paper's formulas have 1: the author halved the critic's learning rate, and the
+  reproductions have a coefficient, which under RMSProp and with a common trunk is not the same;
 - the entropy bonus of sec. 4 is in the loss, which Algorithm S3 leaves out; all sums are sums, not means;
 - g starts from 0; α falls to zero over T_max by the global step;
 - the differential entropy of a Gaussian is the one that sec. 9 prints, of one dimension.
 Departures: a time limit does not cut the return, it bootstraps from V of the final observation (sec. 9 learns from
 whole episodes and never bootstraps: `--t-max` as long as an episode and `--no-bootstrap-limits` do that); its LSTM is
 there with `--lstm` only, and pictures get the networks of sec. 8; a Gaussian's [-1, 1] is stretched to the bounds of
-the actions and clipped there, and its σ² is never below 0.01; losing a life does not end an episode; 0 to 30 no-ops.
-Vectors with Discrete actions and the presets that are not `atari` are ours.
+the actions, where they have some, and clipped there; 0.01 is added to its σ²; losing a life does not end an episode;
+0 to 30 no-ops; one process a core, where the paper has 16: two have learned Pong with other constants only.
+Vectors with Discrete actions are ours, and so are the presets but for `atari`, and β of `continuous`.
 Each process seeds its random stream with (seed, T at its start, its index), after --resume and a replacement as well.
 """
 
@@ -86,7 +89,7 @@ class Args(RunArgs):
     lstm: bool = False
     """an LSTM after the last hidden layer: 256 cells for images, 128 for vectors"""
     t_max: int = 5
-    """longest rollout, in steps; the end of an episode ends it, too"""
+    """longest rollout, in steps; the end of an episode or of training ends it, too"""
     optimizer: Literal["shared-rmsprop", "rmsprop", "momentum-sgd"] = "shared-rmsprop"
     """the three optimisers of sec. 4; the statistics of the last two belong to each process"""
     learning_rate: float = 7e-4
@@ -155,7 +158,7 @@ class Trunk(nn.Module):
 class ActorCritic(nn.Module):
     """π(a|s; θ) and V(s; θ). Discrete actions: one trunk, two heads. Box actions: two networks (sec. 9).
 
-    Initial weights are PyTorch's own, U(±1/√fan_in): the same as Torch7's, which the paper used.
+    Initial weights are PyTorch's own, U(±1/√fan_in), as were Torch7's; an LSTM's are U(±1/√cells).
     """
 
     def __init__(self, observation_space: spaces.Box, action_space: gym.Space, arch: str, lstm: bool) -> None:
@@ -205,7 +208,7 @@ class ActorCritic(nn.Module):
     def gaussian(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """μ, (..., action_dim), and σ², (..., 1): one for all dimensions.
 
-        The floor under it is ours: the gradient of log π grows as 1/σ, and one large step ruins the policy.
+        The 0.01 is ours: the gradient of log π grows as 1/σ, and one large step ruins the policy.
         """
         return outputs[..., :-1], F.softplus(outputs[..., -1:]) + 0.01
 
@@ -304,9 +307,9 @@ def actor_learner(worker: Worker, args: Args, model: ActorCritic, optimizers: li
             with torch.no_grad():
                 output, _, states = local_model(obs, states)
                 action = local_model.sample(output[0])  # a_t by π(a_t|s_t; θ′)
-            next_obs, reward, terminated, truncated, info = envs.step(to_env(action, envs.single_action_space))
             observations.append(obs)
             actions.append(action)
+            next_obs, reward, terminated, truncated, info = envs.step(to_env(action, envs.single_action_space))
             rewards.append(learned_reward(float(reward[0]), args))
             obs, done = to_sequence(next_obs), bool(terminated[0] or truncated[0])
             worker.count_step(reward[0], done)  # T ← T + 1

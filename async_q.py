@@ -1,7 +1,8 @@
 """Asynchronous one-step Q-learning (Mnih et al. 2016, Algorithm 1).
 
 Hogwild: every process acts ε-greedily in its own environment, on the live shared parameters θ; there is no snapshot.
-Every 5 steps it applies the sum of their gradients, taken on the live θ as well, to θ without a lock:
+Every 5 steps, and where an episode ends, it applies the gradient of the errors since the last time, taken on the
+live θ as well, to θ without a lock:
 
     y = r + γ max_a' Q(s', a'; θ⁻),    y = r after the episode's last step
     L = Σ (y - Q(s, a; θ))²    over I_AsyncUpdate = 5 steps of the process, fewer around an episode's end
@@ -18,14 +19,14 @@ Where the sources differ or are silent, this file does the following:
 - I_target = 40,000 and the 4 million frames over which ε falls are counted in agent steps of all processes; as frames
   of the game they are `--target-interval 10000 --epsilon-steps 1000000`;
 - a process draws its final ε once, from {0.1, 0.01, 0.5} with probabilities {0.4, 0.3, 0.3};
-- the error is squared as it stands, no Huber loss and no clipping of the error; sums are sums, not means;
+- the error is squared as it stands, no Huber loss and no clipping of the error, not even as an option; sums are sums;
 - α = 0.0007, ε = 0.1 inside the root, g from 0 and a clipping threshold of 40 are those of a3c.py;
-- a process goes on counting its 5 steps where an episode ends, as the pseudocode does;
+- as in Algorithm 1, a process goes on counting its 5 steps where an episode ends;
 - an evaluated episode is played with ε = 0.05 on images and greedily on vectors; the paper does not say.
 Departures: the gradients of the 5 steps are taken together, on θ as it is at the update, not each on the θ of its step:
 alike for one process, which does not change θ in between; a time limit does not cut the return, it bootstraps from the
-final observation; losing a life does not end an episode; 0 to 30 no-ops. The paper has no vectors: the MLP and the
-preset `vector` are ours.
+final observation; losing a life does not end an episode; 0 to 30 no-ops; one process a core, where the paper has 16.
+The paper has no vectors: the MLP and the preset `vector` are ours.
 Each process seeds its random stream with (seed, T at its start, its index), after --resume and a replacement as well.
 """
 
@@ -79,7 +80,7 @@ class Args(RunArgs):
     total_steps: int = 80_000_000
     """T_max: agent steps of all processes together; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
-    """of environments, initial parameters and actions; with several processes runs differ even so, as these race"""
+    """of environments, initial parameters, final ε and actions; several processes race, so that runs differ even so"""
 
     n_processes: int | None = None
     """actor-learners; None: one per core"""
@@ -123,7 +124,7 @@ def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[
 
 
 class QNetwork(nn.Module):
-    """Q(s, ·; θ). Initial weights are PyTorch's own, U(±1/√fan_in): the same as Torch7's, which the paper used."""
+    """Q(s, ·; θ). Initial weights are PyTorch's own, U(±1/√fan_in), as were Torch7's."""
 
     def __init__(self, observation_space: spaces.Box, action_space: spaces.Discrete, arch: str) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ t_max steps, or to the end of the episode, and then applies its gradient to θ w
     θ⁻ ← θ    whenever T passes a multiple of I_target
 
     python nstep_q.py                                               # Pong from pixels
-    python nstep_q.py --env-id CartPole-v1 --total-steps 400_000    # two minutes
+    python nstep_q.py --env-id CartPole-v1 --total-steps 400_000    # two to three minutes
     python nstep_q.py --resume runs/...                             # go on after an interruption
     python nstep_q.py --evaluate runs/... --record                  # 30 episodes and a GIF
 
@@ -18,12 +18,13 @@ Where the sources differ or are silent, this file does the following:
 - I_target = 40,000 and the 4 million frames over which ε falls are counted in agent steps of all processes; as frames
   of the game they are `--target-interval 10000 --epsilon-steps 1000000`;
 - a process draws its final ε once, from {0.1, 0.01, 0.5} with probabilities {0.4, 0.3, 0.3};
-- the error is squared as it stands, no Huber loss and no clipping of the error; sums are sums, not means;
+- the error is squared as it stands, no Huber loss and no clipping of the error, not even as an option; sums are sums;
 - α = 0.0007, ε = 0.1 inside the root, g from 0 and a clipping threshold of 40 are those of a3c.py;
 - θ⁻ is copied from the shared θ, not from a snapshot;
 - an evaluated episode is played with ε = 0.05 on images and greedily on vectors; the paper does not say.
 Departures: a time limit does not cut the return, it bootstraps from the final observation; losing a life does not end
-an episode; 0 to 30 no-ops. The paper has no vectors: the MLP and the preset `vector` are ours.
+an episode; 0 to 30 no-ops; one process a core, where the paper has 16. The paper has no vectors: the MLP and the
+preset `vector` are ours.
 Each process seeds its random stream with (seed, T at its start, its index), after --resume and a replacement as well.
 """
 
@@ -74,7 +75,7 @@ class Args(RunArgs):
     total_steps: int = 80_000_000
     """T_max: agent steps of all processes together; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
-    """of environments, initial parameters and actions; with several processes runs differ even so, as these race"""
+    """of environments, initial parameters, final ε and actions; several processes race, so that runs differ even so"""
 
     n_processes: int | None = None
     """actor-learners; None: one per core"""
@@ -118,7 +119,7 @@ def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[
 
 
 class QNetwork(nn.Module):
-    """Q(s, ·; θ). Initial weights are PyTorch's own, U(±1/√fan_in): the same as Torch7's, which the paper used."""
+    """Q(s, ·; θ). Initial weights are PyTorch's own, U(±1/√fan_in), as were Torch7's."""
 
     def __init__(self, observation_space: spaces.Box, action_space: spaces.Discrete, arch: str) -> None:
         super().__init__()
@@ -239,9 +240,9 @@ def actor_learner(
             epsilon = epsilon_at(epsilon_final, worker.global_step, args.epsilon_steps)
             with torch.no_grad():
                 action = epsilon_greedy(local_model(obs), epsilon)  # a_t by Q(s_t, a; θ′)
-            next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
             observations.append(obs)
             actions.append(action)
+            next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
             rewards.append(learned_reward(float(reward[0]), args))
             obs, done = torch.from_numpy(next_obs), bool(terminated[0] or truncated[0])
             worker.count_step(reward[0], done)  # T ← T + 1

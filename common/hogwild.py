@@ -32,7 +32,8 @@ class Worker:
     `global_step` is T when this process last counted a step of its own.
 
     Args:
-        counts: (n_processes,) int64 in shared memory, agent steps that each process has counted.
+        counts: (n_processes,) int64 in shared memory, agent steps that each process has counted; those of earlier
+            parts of the run are with the first.
         parked: (n_processes,) int64 in shared memory, the last pause that each process has come to rest for.
         flags: (3,) int64 in shared memory: the number of the pause that holds now (0: none), whether to stop, and T
             when a crossing was last noticed.
@@ -67,7 +68,7 @@ class Worker:
             self.episode_return, self.episode_length = 0.0, 0
 
     def crossed(self, interval: int) -> bool:
-        """Whether T has passed a multiple of `interval`, told to the process that asks first, or to two at once."""
+        """Whether T has passed a multiple of `interval`: told to the first that asks, and seldom to another as well."""
         if self.global_step // interval <= self.flags[CROSSED] // interval:
             return False
         self.flags[CROSSED] = self.global_step
@@ -82,7 +83,7 @@ class Worker:
 
     @property
     def ended(self) -> bool:
-        """Whether training has come to its end; does not wait, so that what a rollout began is learned from."""
+        """Whether training has come to its end; does not wait, as `go_on` does, so that a rollout is ended by it."""
         return bool(self.flags[STOP]) or self.global_step >= self.total_steps
 
     def report_update(self, scalars: dict[str, Any]) -> None:

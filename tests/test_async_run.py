@@ -346,6 +346,14 @@ def test_a_process_learns_what_its_stand_in_learns(tmp_path: Path, request: pyte
     assert same(numbers(checkpoint(tmp_path / "process")), numbers(checkpoint(tmp_path / "here")))
 
 
+@each_q_learner
+def test_target_parameters_begin_as_the_parameters(trainer: ModuleType, here: None, tmp_path: Path) -> None:
+    flags = ["--total-steps", "50", "--learning-rate", "1e-30", "--target-interval", "1000", "--run-dir", "r"]
+    assert run(trainer, *BANDIT, *ONE, *flags) == 0
+    state = checkpoint(tmp_path / "r")
+    assert same(state["model"], state["target_model"])
+
+
 # ----------------------------------------------------------------------------------------------------- resume
 
 
@@ -497,7 +505,7 @@ def test_nobody_is_in_the_middle_of_an_update_when_it_is_quiet() -> None:
         assert torn  # what it would be like without
 
 
-@pytest.mark.parametrize("trainer", [a3c, async_q, nstep_q], ids=lambda trainer: trainer.__name__)
+@pytest.mark.parametrize("trainer", [a3c, async_q, nstep_q, sarsa], ids=lambda trainer: trainer.__name__)
 def test_checkpoint_of_a_consistent_state(trainer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save, steps = torch.save, []
 

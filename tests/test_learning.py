@@ -47,3 +47,11 @@ def test_learns_what_pays_later(name: str, tmp_path: Path) -> None:
         # Q*(s, right) = γ^(4 - s), Q*(s, left) = γ Q*(s - 1, right), but for the end
         optimal = torch.tensor([[0.2, 0.729], [0.6561, 0.81], [0.729, 0.9], [0.81, 1.0]])
         torch.testing.assert_close(q_values, optimal, atol=0.15, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["a3c", "async_q", "nstep_q", "sarsa"])
+def test_two_processes_learn_what_pays_later(name: str, tmp_path: Path) -> None:
+    """They race, so that no two runs are alike: twice the steps of one."""
+    flags = [*FLAGS, *CASES[name], "--n-processes", "2", "--total-steps", "12000", "--run-dir", tmp_path / "r"]
+    assert run(importlib.import_module(name), *flags) == 0
+    assert summary(tmp_path / "r")["eval"]["mean"] > 0.9

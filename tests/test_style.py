@@ -97,7 +97,7 @@ def test_shared_blocks_are_the_same_in_every_trainer() -> None:
 @pytest.mark.parametrize(
     ("names", "equal"),
     [
-        (["async_q", "nstep_q", "sarsa"], {"QNetwork", "train", "make_model", "make_policy"}),
+        (["async_q", "nstep_q", "sarsa"], {"QNetwork", "train", "parse", "make_model", "make_policy"}),
         (["paac", "ppo_batch"], {"make_model"}),
     ],
 )
