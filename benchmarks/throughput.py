@@ -74,7 +74,7 @@ class Args:
     flags: str = ""
     """more flags for the trainer, such as --bfloat16"""
     sb3: bool = False
-    """beside paac and ppo_batch stable-baselines3's A2C and PPO with the same constants, in processes of their own"""
+    """beside paac and ppo_batch stable-baselines3's A2C and PPO with the same networks, in processes of their own"""
     pfrl: bool = False
     """beside a3c PFRL's A3C with the same network, in processes of its own"""
     sb3_worker: bool = False
@@ -170,10 +170,14 @@ def trainer_rate(args: Args, name: str, n_envs: int, arch: str, split: bool) -> 
 
 
 def sb3_rate(args: Args, name: str, n_envs: int) -> float:
-    """Steps/s of stable-baselines3's A2C or PPO: Atari on the same ALE vector environment, the rest on its own."""
+    """Steps/s of stable-baselines3's A2C or PPO: Atari on the same ALE vector environment, the rest on its own.
+
+    The networks are its own, but for A2C on images one of PAAC's size, where that is asked for.
+    """
     from stable_baselines3 import A2C, PPO
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env as sb3_vec_env
+    from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
     from stable_baselines3.common.vec_env import VecEnv as SB3VecEnv
 
     class Adapter(SB3VecEnv):
@@ -205,6 +209,15 @@ def sb3_rate(args: Args, name: str, n_envs: int) -> float:
         def env_is_wrapped(self, wrapper_class: type, indices: Any = None) -> list[bool]:
             return [False] * n_envs
 
+    class Nips(BaseFeaturesExtractor):
+        def __init__(self, observation_space: gym.spaces.Box) -> None:
+            super().__init__(observation_space, 256)
+            model = paac.ActorCritic(observation_space, gym.spaces.Discrete(1), "nips")
+            self.trunk = model.trunk.to(memory_format=torch.contiguous_format)  # as stable-baselines3's own
+
+        def forward(self, obs: torch.Tensor) -> torch.Tensor:
+            return self.trunk(obs)  # already in [0, 1]
+
     marks, warm_up = [], 5 if name == "paac" else 2  # rollouts
 
     class Clock(BaseCallback):
@@ -217,7 +230,8 @@ def sb3_rate(args: Args, name: str, n_envs: int) -> float:
     atari = is_atari(gym.spec(args.env_id))
     policy, envs = ("CnnPolicy", Adapter()) if atari else ("MlpPolicy", sb3_vec_env(args.env_id, n_envs))
     if name == "paac":
-        model = A2C(policy, envs, n_steps=5, device=args.device)
+        network = {"features_extractor_class": Nips} if atari and args.archs != ("nature",) else {}
+        model = A2C(policy, envs, n_steps=5, device=args.device, policy_kwargs=network)
     else:
         preset = ppo_batch.Args(**ppo_batch.PRESETS["atari" if atari else "vector"])
         constants = {"batch_size": preset.minibatch_size, "n_epochs": preset.update_epochs}
@@ -226,27 +240,27 @@ def sb3_rate(args: Args, name: str, n_envs: int) -> float:
     return (marks[-1][1] - marks[warm_up][1]) / (marks[-1][0] - marks[warm_up][0])
 
 
-def sb3_process_rate(args: Args, name: str, n_envs: int) -> float:
+def sb3_process_rate(args: Args, name: str, n_envs: int, arch: str) -> float:
     """`sb3_rate` as its users run it: without the OMP_WAIT_POLICY that this script and paac.py set for themselves."""
     flags = ["--trainer", name, "--env-id", args.env_id, "--n-envs", str(n_envs)]
-    flags += ["--device", args.device, "--seconds", str(args.seconds)]
+    flags += ["--device", args.device, "--seconds", str(args.seconds), "--archs", arch]
     environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
     command = [sys.executable, os.path.abspath(__file__), "--sb3-worker", *flags]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     return float(output.split()[-1])
 
 
-def contenders(args: Args, name: str, n_envs: int, archs: tuple[str, ...]) -> dict[str, Callable[[], float]]:
-    """What measures the steps/s of a trainer with each network, and last those of its peer, by what to call them."""
+def contenders(args: Args, name: str, n_envs: int, arch: str) -> dict[str, Callable[[], float]]:
+    """What measures the steps/s of a trainer with a network, and last those of its peer, by what to call them."""
     if name in HOGWILD:
         own = hogwild.Args(env_id=args.env_id, seconds=args.seconds)
         found = {name: lambda: hogwild.trainer_rate(own, name, n_cores())}
         if args.pfrl and name == "a3c":
             found[PEERS[name]] = lambda: hogwild.pfrl_process_rate(own, n_cores())
         return found
-    found = {f"{name} {arch}": lambda arch=arch: trainer_rate(args, name, n_envs, arch, False)[0] for arch in archs}
+    found = {f"{name} {arch}": lambda: trainer_rate(args, name, n_envs, arch, False)[0]}
     if args.sb3 and name in N_ENVS:
-        found[PEERS[name]] = lambda: sb3_process_rate(args, name, n_envs)
+        found[f"{PEERS[name]} {arch}"] = lambda: sb3_process_rate(args, name, n_envs, arch)
     return found
 
 
@@ -261,7 +275,7 @@ def compare(args: Args, n_envs: int, groups: list[dict[str, Callable[[], float]]
     ceiling = median(rates["environment alone"])
     print(f"{'environment alone':20} {ceiling:9,.0f} steps/s with {n_envs} environments", flush=True)
     for group in groups:
-        peer = next((label for label in group if label in PEERS.values()), None)
+        peer = list(group)[1] if len(group) > 1 else None
         for label in group:
             rate = median(rates[label])
             line = f"{label:20} {rate:9,.0f} steps/s  {rate / ceiling:5.2f} of the environment alone"
@@ -282,12 +296,13 @@ def main() -> None:
         f"{args.env_id}, torch {torch.__version__} with {threads} threads{gpu}; {args.rounds} x {args.seconds} s each"
     )
     if args.trainer == "all":
-        groups = [contenders(args, name, N_ENVS.get(name, 0), args.archs or ("auto",)) for name in TRAINERS]
+        archs = args.archs or ("auto",)
+        groups = [contenders(args, name, N_ENVS.get(name, 0), arch) for name in TRAINERS for arch in archs]
         compare(args, 32, groups)
         return
     archs = args.archs or (("nips", "nature") if args.trainer == "paac" and args.env_id == Args.env_id else ("auto",))
     for n_envs in args.n_envs or (N_ENVS.get(args.trainer, 32),):
-        compare(args, n_envs, [contenders(args, args.trainer, n_envs, archs)])
+        compare(args, n_envs, [contenders(args, args.trainer, n_envs, arch) for arch in archs])
         for arch in archs if args.trainer in N_ENVS else ():
             shares = trainer_rate(args, args.trainer, n_envs, arch, True)[1]
             text = ", ".join(f"{part} {share:.0%}" for part, share in sorted(shares.items()))

@@ -48,6 +48,21 @@ def test_frame_by_frame_against_gymnasium(env_id: str, steps: int) -> None:
     assert max(rewards) > (1 if "SpaceInvaders" in env_id else 0)  # raw scores: an invader gives 5 to 30
 
 
+@pytest.mark.parametrize("n_envs", [1, 3])
+def test_later_steps_leave_observations_as_they_were(n_envs: int) -> None:
+    """Rollouts keep them without a copy."""
+    envs = make_atari_vec_env("PongNoFrameskip-v4", n_envs, 1)
+    envs.action_space.seed(1)
+    kept = [envs.reset(seed=1)[0]]
+    copies = [kept[0].copy()]
+    for _ in range(40):
+        kept.append(envs.step(envs.action_space.sample())[0])
+        copies.append(kept[-1].copy())
+    envs.close()
+    assert not np.array_equal(copies[-1], copies[-2])
+    np.testing.assert_array_equal(np.stack(kept), np.stack(copies))
+
+
 @pytest.mark.usefixtures("no_noops")
 def test_the_first_stack_is_three_black_frames_and_the_screen() -> None:
     envs, env = make_atari_vec_env("PongNoFrameskip-v4", 1, 1), make_atari_env("PongNoFrameskip-v4")
