@@ -258,9 +258,9 @@ def contenders(args: Args, name: str, n_envs: int, arch: str) -> dict[str, Calla
         if args.pfrl and name == "a3c":
             found[PEERS[name]] = lambda: hogwild.pfrl_process_rate(own, n_cores())
         return found
-    found = {f"{name} {arch}": lambda: trainer_rate(args, name, n_envs, arch, False)[0]}
+    found = {f"{name} {arch}".removesuffix(" auto"): lambda: trainer_rate(args, name, n_envs, arch, False)[0]}
     if args.sb3 and name in N_ENVS:
-        found[f"{PEERS[name]} {arch}"] = lambda: sb3_process_rate(args, name, n_envs, arch)
+        found[f"{PEERS[name]} {arch}".removesuffix(" auto")] = lambda: sb3_process_rate(args, name, n_envs, arch)
     return found
 
 

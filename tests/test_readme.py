@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,18 @@ def test_what_was_learned_can_be_loaded_as_the_readme_says() -> None:
     code += "    print(len(actions), sorted(model.state_dict()) == sorted(checkpoint['model']))\n"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout) == (0, "1 True\n"), result.stderr
+
+
+@pytest.mark.parametrize("kept", ["pong_checkpoint", "ppo_pong_checkpoint", "a3c_pong_checkpoint"])
+def test_kept_checkpoints_are_those_of_the_present_trainers(kept: str, tmp_path: Path) -> None:
+    """After the `cp` that the README has beside --evaluate."""
+    pattern = rf"cp -r results/{kept} runs/([\w-]+) && python (\w+)\.py --evaluate runs/([\w-]+)"
+    folder, name, evaluated = re.search(pattern, (ROOT / "README.md").read_text()).groups()
+    assert folder == evaluated
+    shutil.copytree(ROOT / "results" / kept, tmp_path / folder)
+    trainer = importlib.import_module(name)
+    args, checkpoint = trainer.parse(["--evaluate", str(tmp_path / folder)])
+    trainer.make_model(args).load_state_dict(checkpoint["model"])
 
 
 def test_lines_of_each_trainer() -> None:
