@@ -25,6 +25,7 @@ Where the sources differ or are silent, this file does the following:
 - the entropy bonus of sec. 4 is in the loss, which Algorithm S3 leaves out; all sums are sums, not means;
 - g starts from 0; α falls to zero over T_max by the global step;
 - the differential entropy of a Gaussian is the one that sec. 9 prints, of one dimension.
+
 Departures: a time limit does not cut the return, it bootstraps from V of the final observation (sec. 9 learns from
 whole episodes and never bootstraps: `--t-max` as long as an episode and `--no-bootstrap-limits` do that); its LSTM is
 there with `--lstm` only, and pictures get the networks of sec. 8; a Gaussian's [-1, 1] is stretched to the bounds of
@@ -75,8 +76,8 @@ PRESETS["continuous"] |= {"value_coef": 1.0, "reward_scale": 0.002, "rms_eps": 4
 @dataclass
 class Args(RunArgs):
     preset: Literal["auto", "atari", "vector", "recurrent", "continuous"] = "auto"
-    """constants of the algorithm, see PRESETS; auto: continuous for Box actions, atari for images, recurrent for the
-    rest with --lstm, else vector"""
+    """constants of the algorithm, see PRESETS, and nothing else; auto: continuous for Box actions, atari for images,
+    recurrent for the rest with --lstm, else vector"""
     total_steps: int = 80_000_000
     """T_max: agent steps of all processes together; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1

@@ -30,6 +30,7 @@ Where the sources differ or are silent, this file does the following:
   each environment has a share of the memory of its own, with 4% to spare, beyond which its own oldest go at once;
 - an evaluated episode is played with ε = 0.001 on images and greedily on vectors; the paper does not say;
 - g and m start at zero.
+
 Departures: a time limit does not cut the return, it bootstraps from the final observation; an episode of Atari is cut
 after 108,000 frames, not 50,000; losing a life does not end one; 0 to 30 no-ops; frames lie in the memory once and
 uncompressed, where the paper has PNGs; batches are drawn when they are needed, not ahead; the learner takes chunks

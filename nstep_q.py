@@ -22,6 +22,7 @@ Where the sources differ or are silent, this file does the following:
 - α = 0.0007, ε = 0.1 inside the root, g from 0 and a clipping threshold of 40 are those of a3c.py;
 - θ⁻ is copied from the shared θ, not from a snapshot;
 - an evaluated episode is played with ε = 0.05 on images and greedily on vectors; the paper does not say.
+
 Departures: a time limit does not cut the return, it bootstraps from the final observation; losing a life does not end
 an episode; 0 to 30 no-ops; one process a core, where the paper has 16. The paper has no vectors: the MLP and the
 preset `vector` are ours.

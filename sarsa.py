@@ -24,6 +24,7 @@ Where the sources differ or are silent, this file does the following:
 - α = 0.0007, ε = 0.1 inside the root, g from 0 and a clipping threshold of 40 are those of a3c.py;
 - as in Algorithm 1, a process goes on counting its 5 steps where an episode ends;
 - an evaluated episode is played with ε = 0.05 on images and greedily on vectors; the paper does not say.
+
 Departures: the gradients of the 5 steps are taken together, on θ as it is at the update, not each on the θ of its step:
 alike for one process, which does not change θ in between; a time limit does not cut the return, it bootstraps from the
 final observation with an a' that is drawn but never taken; losing a life does not end an episode; 0 to 30 no-ops;
