@@ -64,7 +64,7 @@ class Args:
     n_envs: tuple[int, ...] = ()
     """numbers of environments to measure; none: 32 for paac, 8 for ppo_batch; the others, and `all`, take no other"""
     archs: tuple[str, ...] = ()
-    """networks to measure; none: nips and nature for paac alone, else each trainer's default"""
+    """networks to measure; none: nips and nature for paac on Pong, else the trainer's default; `all` takes no other"""
     device: Literal["cpu", "cuda"] = "cpu"
     """where the network is"""
     seconds: float = 20.0
@@ -74,7 +74,7 @@ class Args:
     flags: str = ""
     """more flags for the trainer, such as --bfloat16"""
     sb3: bool = False
-    """beside paac and ppo_batch stable-baselines3's A2C and PPO with the same networks, in processes of their own"""
+    """beside paac and ppo_batch stable-baselines3's A2C and PPO in their own processes, on images with the same network"""
     pfrl: bool = False
     """beside a3c PFRL's A3C with the same network, in processes of its own"""
     sb3_worker: bool = False
@@ -296,9 +296,7 @@ def main() -> None:
         f"{args.env_id}, torch {torch.__version__} with {threads} threads{gpu}; {args.rounds} x {args.seconds} s each"
     )
     if args.trainer == "all":
-        archs = args.archs or ("auto",)
-        groups = [contenders(args, name, N_ENVS.get(name, 0), arch) for name in TRAINERS for arch in archs]
-        compare(args, 32, groups)
+        compare(args, 32, [contenders(args, name, N_ENVS.get(name, 0), "auto") for name in TRAINERS])
         return
     archs = args.archs or (("nips", "nature") if args.trainer == "paac" and args.env_id == Args.env_id else ("auto",))
     for n_envs in args.n_envs or (N_ENVS.get(args.trainer, 32),):

@@ -51,7 +51,7 @@ def test_learns_what_pays_later(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a3c", "async_q", "nstep_q", "sarsa"])
 def test_two_processes_learn_what_pays_later(name: str, tmp_path: Path) -> None:
-    """They race, so that no two runs are alike: twice the steps of one."""
+    """What either writes into θ does not undo what the other has learned. They race: twice the steps of one."""
     flags = [*FLAGS, *CASES[name], "--n-processes", "2", "--total-steps", "12000", "--run-dir", tmp_path / "r"]
     assert run(importlib.import_module(name), *flags) == 0
     assert summary(tmp_path / "r")["eval"]["mean"] > 0.9
