@@ -74,7 +74,7 @@ class Args:
     flags: str = ""
     """more flags for the trainer, such as --bfloat16"""
     sb3: bool = False
-    """beside paac and ppo_batch stable-baselines3's A2C and PPO in their own processes, on images with the same network"""
+    """beside paac and ppo_batch stable-baselines3's A2C and PPO, on images with our network, in their own processes"""
     pfrl: bool = False
     """beside a3c PFRL's A3C with the same network, in processes of its own"""
     sb3_worker: bool = False
