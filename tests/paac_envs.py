@@ -266,6 +266,26 @@ class Corridor(gym.Env):
         return np.eye(6, dtype=np.float32)[self.cell], reward, reward > 0, False, {}
 
 
+class Recall(gym.Env):
+    """A cue, +1 or -1, is seen at the first of four steps and zeros after it; the last action earns 1 if it fits."""
+
+    observation_space = spaces.Box(-1, 1, (1,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        pass
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.cue, self.steps = int(self.np_random.integers(2)), 0
+        return np.array([2 * self.cue - 1], np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.steps += 1
+        done = self.steps == 4
+        return np.zeros(1, np.float32), float(done and action == self.cue), done, False, {}
+
+
 class CartPolePositions(gym.ObservationWrapper):
     """CartPole-v1 without the two velocities: they can only be told from observations that lie further back."""
 
@@ -290,6 +310,7 @@ for env in (
     PixelCue,
     VectorCue,
     Corridor,
+    Recall,
     CartPolePositions,
 ):
     gym.register(f"{env.__name__}-v0", f"{__name__}:{env.__name__}")

@@ -13,6 +13,7 @@ import gymnasium as gym
 import pytest
 import torch
 
+import a3c
 from tests.helpers import checkpoint, run, summary
 
 pytestmark = pytest.mark.usefixtures("own_folder_and_handlers")
@@ -55,3 +56,12 @@ def test_two_processes_learn_what_pays_later(name: str, tmp_path: Path) -> None:
     flags = [*FLAGS, *CASES[name], "--n-processes", "2", "--total-steps", "12000", "--run-dir", tmp_path / "r"]
     assert run(importlib.import_module(name), *flags) == 0
     assert summary(tmp_path / "r")["eval"]["mean"] > 0.9
+
+
+@pytest.mark.parametrize(("t_max", "steps"), [(2, 24000), (20, 12000)])
+def test_lstm_learns_to_remember(t_max: int, steps: int, tmp_path: Path) -> None:
+    """Without the cue of three steps ago, which with rollouts of two only the states carry on, half is the most."""
+    flags = ["--lstm", "--env-id", "tests.paac_envs:Recall-v0", "--reward-scale", "1", "--seed", "1"]
+    flags += ["--n-processes", "1", "--total-steps", steps, "--t-max", t_max, "--learning-rate", "4e-3"]
+    assert run(a3c, *flags, "--run-dir", tmp_path / "r") == 0
+    assert summary(tmp_path / "r")["eval"]["mean"] > 0.8
