@@ -65,9 +65,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Vectors, ours: rewards of any size, and tasks that are learned in minutes.
     "vector": {"total_steps": 1_000_000, "n_envs": 16, "clip_rewards": False, "reward_scale": 0.1},
 }
-# Box actions: the weight of a Gaussian's entropy is that of Mnih et al. 2016, sec. 9; the rest found on Pendulum,
-# which wants --entropy-coef 0.01 even so.
-PRESETS["continuous"] = PRESETS["vector"] | {"entropy_coef": 1e-4, "gamma": 0.95, "t_max": 20, "value_coef": 1.0}
+# Box actions: the weight of a Gaussian's entropy is that of Mnih et al. 2016, sec. 9; the rest found on HalfCheetah and
+# Hopper. So small an ε makes each weight's step about α, whatever the size of the rewards.
+PRESETS["continuous"] = PRESETS["vector"] | {"entropy_coef": 1e-4, "t_max": 20, "value_coef": 1.0}
+PRESETS["continuous"] |= {"learning_rate": 3e-3, "rms_eps": 1e-5}
 
 # Bytes that the forward pass of one observation keeps for the backward pass, in float32, besides a normalised vector.
 KEPT_BYTES = {"nips": 160_256, "nature": 211_968, "mlp": 1_024}
