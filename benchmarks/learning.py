@@ -93,10 +93,11 @@ class Job:
 
 CATCH = "benchmarks.catch:Catch-v0"
 MUJOCO = [f"{task}-v5" for task in ("HalfCheetah", "Hopper", "Walker2d", "Swimmer", "Reacher")]
-# The only constants set here: those of Atari are for tens of millions of steps, and Catch is to be learned in 100,000.
+# The only constants set here: those of Atari are for tens of millions of steps, and Catch is to be learned in 100,000;
+# PAAC's policy on Pendulum must not become certain too early.
 Q_FLAGS = ("--learning-rate", "0.005", "--epsilon-steps", "50_000", "--target-interval", "2_000")
 CONSTANTS = {(trainer, CATCH): Q_FLAGS for trainer in ("async_q", "nstep_q", "sarsa")}
-CONSTANTS[("a3c", CATCH)] = Q_FLAGS[:2]
+CONSTANTS |= {("a3c", CATCH): Q_FLAGS[:2], ("paac", "Pendulum-v1"): ("--entropy-coef", "0.01")}
 
 
 def job(trainer: str, env_id: str, total_steps: int, seed: int, cores: int) -> Job:

@@ -34,6 +34,9 @@ PUBLISHED = {
     ("ppo_batch", "Walker2d-v5"): "2873 ± 138",
     ("ppo_batch", "Swimmer-v5"): "125 ± 11",
     ("paac", PONG): "20.6",  # Table 1 of the paper, arch_nips
+    ("paac", "HalfCheetah-v5"): "3041 (A2C)",  # rl-baselines3-zoo, one run of a million steps, v3 models
+    ("paac", "Hopper-v5"): "733 (A2C)",
+    ("paac", "Swimmer-v5"): "201 (A2C)",
     ("a3c", PONG): "20.9",  # PFRL, the best of the intermediate evaluations
     ("ppo_batch", PONG): "20.7",  # the paper, training episodes
     ("apex", PONG): "20.9",  # the paper
