@@ -65,9 +65,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Vectors, ours: rewards of any size, and tasks that are learned in minutes.
     "vector": {"total_steps": 1_000_000, "n_envs": 16, "clip_rewards": False, "reward_scale": 0.1},
 }
-# Box actions: the weight of a Gaussian's entropy is that of Mnih et al. 2016, sec. 9; the rest found on HalfCheetah and
-# Hopper: so small an ε makes each weight's step about α, whatever the size of the rewards. Pendulum is only reliable
-# with --entropy-coef 0.01.
+# Box actions: the weight of a Gaussian's entropy is that of Mnih et al. 2016, sec. 9; value_coef was found on Pendulum,
+# which is only reliable with --entropy-coef 0.01, γ, α and ε on HalfCheetah and Hopper: so small an ε makes each
+# weight's step about α, whatever the size of the rewards.
 PRESETS["continuous"] = PRESETS["vector"] | {"entropy_coef": 1e-4, "t_max": 20, "value_coef": 1.0}
 PRESETS["continuous"] |= {"learning_rate": 3e-3, "rms_eps": 1e-5}
 
