@@ -308,6 +308,14 @@ def test_learning_rate_is_proportional_to_n_envs(tmp_path: Path, n_envs: int, en
     assert args.learning_rate == pytest.approx(0.0007 * n_envs, rel=1e-12)
 
 
+@pytest.mark.parametrize("n_envs", [1, 16, 256])
+def test_constants_of_box_actions_hold_for_any_n_envs(tmp_path: Path, n_envs: int) -> None:
+    """They are those of the runs in results/mujoco, as the README tells them."""
+    args, _ = paac.parse(["--env-id", "Pendulum-v1", "--n-envs", str(n_envs), "--run-dir", str(tmp_path / "run")])
+    assert (args.learning_rate, args.gamma, args.rms_eps, args.t_max) == (3e-3, 0.99, 1e-5, 20)
+    assert (args.entropy_coef, args.value_coef, args.reward_scale, args.clip_rewards) == (1e-4, 1.0, 0.1, False)
+
+
 def test_a_flag_overrides_the_preset(tmp_path: Path) -> None:
     flags = ["--entropy-coef", "0", "--learning-rate", "0.5", "--n-envs", "64", "--no-clip-rewards"]
     args, _ = paac.parse(["--preset", "code", *flags, "--run-dir", str(tmp_path / "run")])
