@@ -97,7 +97,7 @@ MUJOCO = [f"{task}-v5" for task in ("HalfCheetah", "Hopper", "Walker2d", "Swimme
 # PAAC's policy on Pendulum must not become certain too early; a3c.py's for Box actions were found on Pendulum, whose
 # rewards are far larger than MuJoCo's.
 Q_FLAGS = ("--learning-rate", "0.005", "--epsilon-steps", "50_000", "--target-interval", "2_000")
-A3C_MUJOCO = "--gamma 0.99 --learning-rate 2e-4 --rms-eps 1e-3 --reward-scale 0.1 --entropy-coef 1e-3"
+A3C_MUJOCO = "--gamma 0.99 --learning-rate 1e-4 --rms-eps 1e-3 --reward-scale 0.1 --entropy-coef 1e-3"
 CONSTANTS = {(trainer, CATCH): Q_FLAGS for trainer in ("async_q", "nstep_q", "sarsa")}
 CONSTANTS |= {("a3c", CATCH): Q_FLAGS[:2], ("paac", "Pendulum-v1"): ("--entropy-coef", "0.01")}
 CONSTANTS |= {("a3c", env_id): tuple(A3C_MUJOCO.split()) for env_id in MUJOCO}
