@@ -254,6 +254,8 @@ def load_part(name: str, part: Any, checkpoint: dict) -> None:
     Raises:
         UsageError: the checkpoint holds none, or one of another shape.
     """
+    if name not in checkpoint:
+        raise UsageError(f"the checkpoint holds no {name}")
     try:
         state = checkpoint[name]
         if isinstance(part, torch.optim.Optimizer):

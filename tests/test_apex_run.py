@@ -634,8 +634,9 @@ def test_resume_of_what_does_not_fit(
     before = {path.name: path.read_bytes() for path in copied.iterdir()}
     capfd.readouterr()
     assert run("--resume", "copy", "--total-steps", "9000") == 2
-    stderr, name = capfd.readouterr().err, "target_model" if what.startswith("without") else "model"
-    assert len(stderr.splitlines()) == 1 and f"another {name}:" in stderr
+    stderr = capfd.readouterr().err
+    what = "holds no target_model" if what.startswith("without") else "holds another model:"
+    assert len(stderr.splitlines()) == 1 and what in stderr
     assert {path.name: path.read_bytes() for path in copied.iterdir()} == before
 
 
@@ -829,6 +830,15 @@ def test_evaluate_adds_to_the_summary_and_touches_nothing_else(
     old = json.loads(before["summary.json"])
     assert summary(copied)["eval"]["episodes"] == 5 and summary(copied) | {"eval": old["eval"]} == old
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_evaluation_needs_the_network_alone(copied: Path) -> None:
+    """So the checkpoint that is kept in results/ is a quarter of a whole one."""
+    state = checkpoint(copied)
+    del state["target_model"]
+    torch.save(state | {"optimizer": {}}, copied / "checkpoint.pt")
+    assert run("--evaluate", "copy", "--eval-episodes", "2") == 0
+    assert summary(copied)["eval"]["episodes"] == 2
 
 
 def test_evaluation_of_a_run_without_enough_memory(copied: Path, memory: Callable[[float], None]) -> None:
