@@ -77,12 +77,12 @@ PRESETS["continuous"] |= {"value_coef": 1.0, "reward_scale": 0.002, "rms_eps": 4
 @dataclass
 class Args(RunArgs):
     preset: Literal["auto", "atari", "vector", "recurrent", "continuous"] = "auto"
-    """constants of the algorithm, see PRESETS, and nothing else; auto: continuous for Box actions, atari for images,
-    recurrent for the rest with --lstm, else vector"""
+    """constants of the algorithm, see PRESETS; auto: continuous for Box actions, atari for images, recurrent
+    for the rest with --lstm, else vector"""
     total_steps: int = 80_000_000
     """T_max: agent steps of all processes together; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
-    """of environments, initial parameters and actions; with several processes runs differ even so, as these race"""
+    """of environments, initial parameters and actions; several processes race, so that runs differ even so"""
 
     n_processes: int | None = None
     """actor-learners; None: one per core"""

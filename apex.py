@@ -92,7 +92,7 @@ class Args(RunArgs):
     total_steps: int = 50_000_000
     """agent steps of all environments together; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
-    """of environments, initial parameters, actions and draws; runs differ even so, as processes race"""
+    """of environments, initial parameters, actions and draws; several processes race, so that runs differ even so"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the learner's network is; auto: CUDA where there is any. Actors are on the CPU"""
 

@@ -83,7 +83,7 @@ class Args(RunArgs):
     arch: Literal["auto", "nips", "nature", "mlp"] = "auto"
     """network; auto: nips for images, mlp for vectors"""
     t_max: int = 5
-    """longest rollout, in steps; the end of an episode ends it, too"""
+    """longest rollout, in steps; the end of an episode or of training ends it, too"""
     target_interval: int = 40_000
     """I_target, global agent steps between two copies of θ to θ⁻"""
     epsilon_finals: tuple[float, ...] = (0.1, 0.01, 0.5)

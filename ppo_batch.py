@@ -178,7 +178,7 @@ class RunningNorm(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """π(a|s; θ) and V(s; θ). Images: one trunk, two linear heads. Vectors: normalised, then two networks.
+    """π(a|s; θ) and V(s; θ). Images: one trunk, two linear heads. Vectors: normalised, then two MLPs.
 
     Initial weights are PFRL's: for images normal with standard deviation 1/√fan_in, for vectors orthogonal; biases 0.
     The weights of the policy's last layer are a hundredth of that: π starts near uniform, a Gaussian near N(0, 1).

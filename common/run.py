@@ -66,10 +66,7 @@ def run_script(
             warnings.simplefilter("ignore")  # what is wrong with the arguments is said in one line
             args, checkpoint = parse(argv)
         if checkpoint:  # or refuse it, before anything is started
-            try:
-                load_part("model", model := make_model(args), checkpoint)
-            except UsageError as error:
-                raise UsageError(f"{'--evaluate' if args.evaluate else '--resume'} {args.run_dir}: {error}") from error
+            load_part("model", model := make_model(args), checkpoint, args)
         if args.evaluate:
             torch.manual_seed(args.seed)
             evaluate_run(script, args, functools.partial(make_policy, model, args))
@@ -248,22 +245,23 @@ def load_checkpoint(script: str, flag: str, run_dir: str) -> dict:
     return checkpoint | {"file": number}
 
 
-def load_part(name: str, part: Any, checkpoint: dict) -> None:
+def load_part(name: str, part: Any, checkpoint: dict, args: Any) -> None:
     """Load the state of a module or an optimizer, whose constants stay those of the flags.
 
     Raises:
-        UsageError: the checkpoint holds none, or one of another shape.
+        UsageError: the checkpoint of --resume or --evaluate holds none, or one of another shape.
     """
+    where = f"{'--evaluate' if args.evaluate else '--resume'} {args.run_dir}: the checkpoint holds"
     if name not in checkpoint:
-        raise UsageError(f"the checkpoint holds no {name}")
+        raise UsageError(f"{where} no {name}")
     try:
         state = checkpoint[name]
         if isinstance(part, torch.optim.Optimizer):
             state = state | {"param_groups": part.state_dict()["param_groups"]}
         part.load_state_dict(state)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        what = f"the checkpoint holds another {name}"
-        raise UsageError(f"{what}: the environment or a flag that shapes the network has changed") from error
+        changed = "the environment or a flag that shapes the network has changed"
+        raise UsageError(f"{where} another {name}: {changed}") from error
 
 
 def all_finite(state: Any) -> bool:
@@ -333,7 +331,7 @@ class Run:
 
     def _restore(self, checkpoint: dict) -> None:
         for name, part in self.parts.items():
-            load_part(name, part, checkpoint)
+            load_part(name, part, checkpoint, self.args)
         torch.set_rng_state(checkpoint["torch_rng"])
         if checkpoint["cuda_rng"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(checkpoint["cuda_rng"])
@@ -478,7 +476,8 @@ class Run:
         summary |= {"status": "completed" if complete else "interrupted", "eval": None}
         write_json(self.dir / "summary.json", summary)
         if not complete:
-            print(f"stopped at step {self.step:,}; --resume {self.dir} goes on from there", flush=True)
+            cause = f" by {signal.Signals(self.signal).name}" if self.signal else ""
+            print(f"stopped{cause} at step {self.step:,}; --resume {self.dir} goes on from there", flush=True)
         elif result := evaluate_run(self.script, self.args, self.new_policy, lambda: self.stopped):
             self.writer.add_scalar("eval/return_mean", result["mean"], self.step)
         elif self.stopped:

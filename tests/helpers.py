@@ -157,12 +157,12 @@ def wait_for(condition: Callable[[], Any], seconds: float) -> bool:
 
 
 @contextlib.contextmanager
-def script(name: str, *flags: Any, folder: Path = ROOT) -> Iterator[subprocess.Popen]:
+def script(name: str, *flags: Any, folder: Path = ROOT, cwd: Path | None = None) -> Iterator[subprocess.Popen]:
     """`python <name>.py` with these flags in a session of its own; nothing of it is left afterwards."""
     argv = [sys.executable, str(folder / f"{name}.py"), *map(str, flags)]
     mark, options = f"TEST_SCRIPT={uuid.uuid4()}", {"text": True, "start_new_session": True}
-    env = os.environ | dict([mark.split("=")])
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, **options)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | dict([mark.split("=")])
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, cwd=cwd, **options)
     process.mark = mark
     try:
         yield process

@@ -139,11 +139,20 @@ class Walk(gym.Env):
         return obs, reward, end in ("terminated", "both"), end in ("truncated", "both"), {}
 
 
+def add_byte(path: str) -> int:
+    """Returns how many there were."""
+    with open(path, "ab") as file:
+        size = file.tell()
+        file.write(b".")
+    return size
+
+
 class Faulty(gym.Env):
     """Goes wrong at its step `after`, where the seed of its reset was `only` (everywhere without `only`).
 
     Of several faults it has the k-th when an environment with the same `stamp`, a file, goes wrong for the k-th time.
-    A step takes `pace` seconds. How often one was made and closed are the sizes of the files `stamp`_made and _closed.
+    A step takes `pace` seconds. How often one was made and closed are the sizes of the files `stamp`_made and _closed,
+    how many steps were taken is that of the file `count`.
     """
 
     observation_space = spaces.Box(-1, 1, (2,), np.float32)
@@ -156,17 +165,17 @@ class Faulty(gym.Env):
         only: int | None = None,
         stamp: str | None = None,
         pace: float = 0.0,
+        count: str | None = None,
         render_mode: str | None = None,
     ) -> None:
         self.faults, self.after, self.only = [fault] if isinstance(fault, str) else fault, after, only
-        self.stamp, self.pace = stamp, pace
+        self.stamp, self.pace, self.count = stamp, pace, count
         self.steps, self.seed = 0, None
         self.note("made")
 
     def note(self, what: str) -> None:
         if self.stamp:
-            with open(f"{self.stamp}_{what}", "ab") as file:
-                file.write(b".")
+            add_byte(f"{self.stamp}_{what}")
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
         self.seed = self.seed if seed is None else seed
@@ -175,13 +184,13 @@ class Faulty(gym.Env):
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         time.sleep(self.pace)
         self.steps += 1
+        if self.count:
+            add_byte(self.count)
         obs, reward = np.full(2, self.steps % 3 - 1, np.float32), float(action)
         if self.steps >= self.after and self.only in (None, self.seed):
             times = 0
             if self.stamp:
-                with open(self.stamp, "ab") as file:
-                    times = file.tell()
-                    file.write(b".")
+                times = add_byte(self.stamp)
             fault = self.faults[times % len(self.faults)]
             if fault == "raise":
                 raise ZeroDivisionError("the door is stuck")

@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -42,7 +43,7 @@ from tests.helpers import (
 )
 
 pytestmark = on_linux
-INTERVAL = 100  # steps between two checkpoints
+INTERVAL = 200  # steps between two checkpoints
 PACE = 0.004  # seconds that a step of an environment takes, so that a machine with other work keeps up with it
 START = 180  # seconds that a script may take to start, or to end of itself, on such a machine
 
@@ -53,7 +54,7 @@ class Small(NamedTuple):
     flags: list[str]
     role: str  # of its processes
     n_envs: int
-    late: int  # steps that a checkpoint may come late: an update, or what others do while the parent looks elsewhere
+    late: int  # steps that may be under way: an update, chunks, or what others do while the parent looks elsewhere
 
 
 VECTOR = ["--n-envs", "4", "--n-workers", "1", "--t-max", "5"]  # 20 steps an update
@@ -61,13 +62,13 @@ APEX = ["--n-actors", "1", "--envs-per-actor", "2", "--capacity", "2000", "--lea
 APEX += ["--batch-size", "16", "--chunk-size", "10", "--replay-ratio", "1", "--save-replay"]
 ONE = ["--n-processes", "1"]
 SMALL = {
-    "paac": Small(VECTOR, "worker", 4, 20),
-    "ppo_batch": Small([*VECTOR, "--minibatch-size", "10", "--update-epochs", "2"], "worker", 4, 20),
-    "apex": Small(APEX, "actor", 2, 200),
-    "a3c": Small(ONE, "actor-learner", 1, 200),
-    "async_q": Small(ONE, "actor-learner", 1, 200),
-    "nstep_q": Small(ONE, "actor-learner", 1, 200),
-    "sarsa": Small(ONE, "actor-learner", 1, 200),
+    "paac": Small(VECTOR, "worker", 4, 40),
+    "ppo_batch": Small([*VECTOR, "--minibatch-size", "10", "--update-epochs", "2"], "worker", 4, 40),
+    "apex": Small(APEX, "actor", 2, 150),
+    "a3c": Small(ONE, "actor-learner", 1, 100),
+    "async_q": Small(ONE, "actor-learner", 1, 100),
+    "nstep_q": Small(ONE, "actor-learner", 1, 100),
+    "sarsa": Small(ONE, "actor-learner", 1, 100),
 }
 
 over = threading.Event()  # the tests end: nothing more is to be started
@@ -84,7 +85,7 @@ class Story:
         (self.code / "tests").mkdir()
         shutil.copy(ROOT / "tests" / "paac_envs.py", self.code / "tests")
         self.outcomes: dict[str, Future] = {}  # of the faults that it is to have, in their order
-        self.n_runs = 0
+        self.n_runs = self.n_scripts = 0
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -106,13 +107,19 @@ class Story:
         """A file that an environment writes when it goes wrong, one for each use."""
         return self.folder / f"stamp_{self.run_dir.name}_{self.step}"
 
+    @property
+    def taken(self) -> Path:
+        """A file as large as the environments have taken steps since the script was last started."""
+        return self.folder / f"taken_{self.n_scripts}"
+
     def script(self, *flags: Any) -> contextlib.AbstractContextManager[subprocess.Popen]:
         assert not over.is_set()
-        return script(self.name, *flags, folder=self.code)
+        return script(self.name, *flags, folder=self.code, cwd=self.code)
 
     def go_on(self, *flags: Any, **env_kwargs: Any) -> contextlib.AbstractContextManager[subprocess.Popen]:
         """The script, from the last checkpoint where there is one."""
-        env_kwargs = {"fault": "none", "after": 1, "pace": PACE} | env_kwargs
+        self.n_scripts += 1
+        env_kwargs = {"fault": "none", "after": 1, "pace": PACE, "count": str(self.taken)} | env_kwargs
         if (self.run_dir / "checkpoint.pt").exists():
             start = ["--resume", self.run_dir]
         else:
@@ -130,6 +137,10 @@ class Story:
         state = checkpoint(self.run_dir)
         assert least <= state["step"] <= most and state["updates"] > 0
         assert all(tensor.isfinite().all() for tensor in state["model"].values())
+
+    def check_loss(self, before: int, most: int) -> None:
+        """Of the steps that were taken since step `before`, so many at most are not in the checkpoint."""
+        assert self.taken.stat().st_size - (self.step - before) <= most + self.small.late
 
     def check_summary(self, status: str) -> None:
         result = summary(self.run_dir)
@@ -155,7 +166,7 @@ def help_is_shown(story: Story) -> None:
 
 
 def full_disk(story: Story) -> None:
-    """A file that may not become larger stands for it: both are an OSError of the write."""
+    """In the middle of a file: one that may not become larger stands for it, both are an OSError of the write."""
     before = story.step
     with story.go_on() as process:
         assert wait_for(lambda: story.step > before, START)
@@ -167,11 +178,26 @@ def full_disk(story: Story) -> None:
     story.check(before + INTERVAL)
     assert not list(story.run_dir.glob("*.tmp"))
     assert "File too large" in stderr
+    story.check_loss(before, INTERVAL)
+
+
+def full_disk_at_the_end(story: Story) -> None:
+    """When it is to stop; the last checkpoint is still there."""
+    before = story.step
+    with story.go_on("--checkpoint-interval", 10**8) as process:
+        assert wait_for(lambda: story.taken.exists() and story.taken.stat().st_size > INTERVAL, START)
+        (story.run_dir / "checkpoint.pt.tmp").symlink_to("/dev/full")
+        process.send_signal(signal.SIGTERM)
+        _, stderr = end(process, 1, 15)
+    assert stderr.startswith(f"{story.name}.py: {story.run_dir}: the checkpoint cannot be written: ")
+    assert len(stderr.splitlines()) == 1 and "No space left on device" in stderr
+    story.check(before, before)
+    assert not list(story.run_dir.glob("*.tmp"))
 
 
 def sigkill_of_the_parent(story: Story) -> None:
     """While a worker is in a step that would take long. What is lost is one interval at most, and one update."""
-    before, n_steps = story.step, 600
+    before, n_steps = story.step, 4 * INTERVAL - 10
     fault = {"fault": "hang", "after": n_steps // story.small.n_envs + 1, "stamp": str(story.stamp)}
     summary_before = (story.run_dir / "summary.json").exists()
     with story.go_on(**fault, **story.one_environment()) as process:
@@ -179,7 +205,8 @@ def sigkill_of_the_parent(story: Story) -> None:
         assert len(workers_of(process)) == 1
         process.kill()
         assert wait_for(lambda: not members(process), 10)
-    story.check(before + n_steps - INTERVAL - story.small.late, before + n_steps)
+    story.check(before + INTERVAL, before + n_steps)
+    story.check_loss(before, INTERVAL)
     assert (story.run_dir / "summary.json").exists() == summary_before
 
 
@@ -190,8 +217,10 @@ def sigterm(story: Story) -> None:
         assert workers_of(process)
         process.send_signal(signal.SIGTERM)
         stdout, stderr = end(process, 143, 15)
-    assert stderr == "" and f"--resume {story.run_dir}" in stdout.splitlines()[-1]
+    last = stdout.splitlines()[-1]
+    assert stderr == "" and last.startswith("stopped by SIGTERM at step ") and f"--resume {story.run_dir}" in last
     story.check(before + INTERVAL)
+    story.check_loss(before, 0)
     story.check_summary("interrupted")
 
 
@@ -208,7 +237,8 @@ def sigint(story: Story) -> None:
         assert workers_of(process)
         os.killpg(process.pid, number)
         stdout, stderr = end(process, 128 + number, 20)
-    assert stderr == "" and f"--resume {story.run_dir}" in stdout.splitlines()[-1]
+    last = stdout.splitlines()[-1]
+    assert stderr == "" and f"stopped by {number.name} at step " in last and f"--resume {story.run_dir}" in last
     story.check(before + (10 if story.name == "apex" else 100))  # apex: those whose chunks have come
     story.check_summary("interrupted")
 
@@ -262,11 +292,12 @@ def sigkill_of_a_worker(story: Story) -> None:
     before = story.step
     with story.go_on("--n-workers", 2) as process:
         assert wait_for(lambda: story.step > before, START)
-        os.kill(max(workers_of(process)), signal.SIGKILL)
+        os.kill(workers_of(process).pop(), signal.SIGKILL)
         _, stderr = end(process, 1, 10)
     assert len(stderr.splitlines()) == 1
-    assert "worker 1 (environments 2 to 3 of Faulty-v0) died with exit code -9" in stderr
+    assert re.search(r"worker (0 \(environments 0 to 1|1 \(environments 2 to 3) of Faulty-v0\) died with .* -9", stderr)
     story.check(before + INTERVAL)
+    story.check_loss(before, 0)
     story.check_summary("interrupted")
 
 
@@ -384,15 +415,25 @@ def checkpoint_with_a_payload(story: Story) -> None:
     assert content(folder) == before
 
 
+def checkpoint_without_a_part(story: Story) -> None:
+    """One that this trainer alone has."""
+    folder = Path(shutil.copytree(story.finished_run(), story.folder / "part"))
+    without("target_model").do(folder / "checkpoint.pt", checkpoint(folder))
+    before = content(folder)
+    with story.script("--resume", folder, "--total-steps", ENDLESS) as process:
+        _, stderr = end(process, 2)
+    assert stderr == f"{story.name}.py: --resume {folder}: the checkpoint holds no target_model\n"
+    assert content(folder) == before
+
+
 # ------------------------------------------------------------------------------------------------------ the runs
 
-FIRST = (help_is_shown, full_disk, sigkill_of_the_parent, sigterm, sigint, environment_fails)
-ENDS = {"worker": (sigkill_of_a_worker, goes_on_to_the_end)}
-FAULTS = {
-    (name, fault.__name__): fault
-    for name, small in SMALL.items()
-    for fault in (*FIRST, *ENDS.get(small.role, (sigkill_of_an_actor,)), checkpoint_with_a_payload)
-}
+FIRST = (help_is_shown, full_disk, full_disk_at_the_end, sigkill_of_the_parent, sigterm, sigint, environment_fails)
+FAULTS = {}
+for name, small in SMALL.items():
+    last = [sigkill_of_a_worker if small.role == "worker" else sigkill_of_an_actor, checkpoint_with_a_payload]
+    last += [checkpoint_without_a_part] if name in ("async_q", "nstep_q", "sarsa", "apex") else []
+    FAULTS |= {(name, fault.__name__): fault for fault in (*FIRST, *last, goes_on_to_the_end)}
 
 
 def live(story: Story) -> None:
