@@ -112,6 +112,9 @@ class Story:
         """A file as large as the environments have taken steps since the script was last started."""
         return self.folder / f"taken_{self.n_scripts}"
 
+    def has_taken(self, n_steps: int) -> bool:
+        return self.taken.exists() and self.taken.stat().st_size >= n_steps
+
     def script(self, *flags: Any) -> contextlib.AbstractContextManager[subprocess.Popen]:
         assert not over.is_set()
         return script(self.name, *flags, folder=self.code, cwd=self.code)
@@ -185,7 +188,7 @@ def full_disk_at_the_end(story: Story) -> None:
     """When it is to stop; the last checkpoint is still there."""
     before = story.step
     with story.go_on("--checkpoint-interval", 10**8) as process:
-        assert wait_for(lambda: story.taken.exists() and story.taken.stat().st_size > INTERVAL, START)
+        assert wait_for(lambda: story.has_taken(INTERVAL), START)
         (story.run_dir / "checkpoint.pt.tmp").symlink_to("/dev/full")
         process.send_signal(signal.SIGTERM)
         _, stderr = end(process, 1, 15)
@@ -211,9 +214,10 @@ def sigkill_of_the_parent(story: Story) -> None:
 
 
 def sigterm(story: Story) -> None:
+    """No checkpoint was due."""
     before = story.step
-    with story.go_on() as process:
-        assert wait_for(lambda: story.step > before, START)
+    with story.go_on("--checkpoint-interval", 10**8) as process:
+        assert wait_for(lambda: story.has_taken(2 * INTERVAL), START)
         assert workers_of(process)
         process.send_signal(signal.SIGTERM)
         stdout, stderr = end(process, 143, 15)
@@ -290,8 +294,8 @@ def check_traceback(stderr: str, where: str, cause: str) -> None:
 def sigkill_of_a_worker(story: Story) -> None:
     """It ends the run, where the others can do nothing without it."""
     before = story.step
-    with story.go_on("--n-workers", 2) as process:
-        assert wait_for(lambda: story.step > before, START)
+    with story.go_on("--n-workers", 2, "--checkpoint-interval", 10**8) as process:
+        assert wait_for(lambda: story.has_taken(2 * INTERVAL), START)
         os.kill(workers_of(process).pop(), signal.SIGKILL)
         _, stderr = end(process, 1, 10)
     assert len(stderr.splitlines()) == 1
@@ -416,7 +420,7 @@ def checkpoint_with_a_payload(story: Story) -> None:
 
 
 def checkpoint_without_a_part(story: Story) -> None:
-    """One that this trainer alone has."""
+    """One that not every trainer has."""
     folder = Path(shutil.copytree(story.finished_run(), story.folder / "part"))
     without("target_model").do(folder / "checkpoint.pt", checkpoint(folder))
     before = content(folder)
@@ -429,11 +433,15 @@ def checkpoint_without_a_part(story: Story) -> None:
 # ------------------------------------------------------------------------------------------------------ the runs
 
 FIRST = (help_is_shown, full_disk, full_disk_at_the_end, sigkill_of_the_parent, sigterm, sigint, environment_fails)
-FAULTS = {}
-for name, small in SMALL.items():
-    last = [sigkill_of_a_worker if small.role == "worker" else sigkill_of_an_actor, checkpoint_with_a_payload]
-    last += [checkpoint_without_a_part] if name in ("async_q", "nstep_q", "sarsa", "apex") else []
-    FAULTS |= {(name, fault.__name__): fault for fault in (*FIRST, *last, goes_on_to_the_end)}
+
+
+def faults_of(name: str) -> tuple[Callable[[Story], None], ...]:
+    kill = sigkill_of_a_worker if SMALL[name].role == "worker" else sigkill_of_an_actor
+    part = (checkpoint_without_a_part,) if name in ("async_q", "nstep_q", "sarsa", "apex") else ()
+    return *FIRST, kill, checkpoint_with_a_payload, *part, goes_on_to_the_end
+
+
+FAULTS = {(name, fault.__name__): fault for name in SMALL for fault in faults_of(name)}
 
 
 def live(story: Story) -> None:
