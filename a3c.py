@@ -200,8 +200,7 @@ class ActorCritic(nn.Module):
         """
         if self.discrete:
             log_probs = outputs.log_softmax(-1)
-            entropies = -(log_probs.exp() * log_probs).sum(-1)
-            return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1), entropies
+            return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
         mean, variance = self.gaussian(outputs)
         log_2_pi_variance = (2 * math.pi * variance).log()
         log_probs = -((actions - mean).square() / variance + log_2_pi_variance).sum(-1) / 2
@@ -234,7 +233,8 @@ def a3c_loss(
 
     Returns the total, its policy part (entropy included) and its value part.
     """
-    policy_loss = -(log_probs * (returns - values.detach()) + entropy_coef * entropies).sum()
+    advantages = returns - values.detach()
+    policy_loss = -(log_probs * advantages + entropy_coef * entropies).sum()
     value_loss = value_coef * (returns - values).square().sum()
     return policy_loss + value_loss, policy_loss, value_loss
 
@@ -312,7 +312,7 @@ def actor_learner(worker: Worker, args: Args, model: ActorCritic, optimizers: li
             observations.append(obs)
             actions.append(action)
             next_obs, reward, terminated, truncated, info = envs.step(to_env(action, envs.single_action_space))
-            rewards.append(learned_reward(float(reward[0]), args))
+            rewards.append(float(learned_rewards(reward, args)[0]))
             obs, done = to_sequence(next_obs), bool(terminated[0] or truncated[0])
             worker.count_step(reward[0], done)  # T ← T + 1
             if done or len(rewards) == args.t_max or worker.ended:
@@ -353,8 +353,8 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     model = make_model(args)
     optimizers = make_optimizers(args, model)
     parts = {"model": model} | {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
-    step = checkpoint["step"] if checkpoint else 0
-    team = Team(actor_learner, (args, model, optimizers), args.n_processes, args.total_steps, step)
+    start = checkpoint["step"] if checkpoint else 0
+    team = Team(actor_learner, (args, model, optimizers), args.n_processes, args.total_steps, start)
     with Run(SCRIPT, args, parts, make_policy, checkpoint, team.quiet) as run:
         share(model, *optimizers)
         with team:
@@ -372,8 +372,8 @@ def make_optimizers(args: Args, model: nn.Module) -> list[RMSProp | MomentumSGD]
     return [new() for _ in range(1 if args.optimizer == "shared-rmsprop" else args.n_processes)]
 
 
-def learned_reward(reward: float, args: Args) -> float:
-    return max(-1.0, min(1.0, reward)) if args.clip_rewards else reward * args.reward_scale
+def learned_rewards(rewards: np.ndarray, args: Args) -> np.ndarray:
+    return np.clip(rewards, -1, 1) if args.clip_rewards else rewards * args.reward_scale
 
 
 def to_sequence(obs: np.ndarray) -> Tensor:

@@ -337,10 +337,10 @@ def actor(link: Link, args: Args) -> None:
         q_values = q_values.numpy()
         q_taken, q_max = q_values[np.arange(n), actions], q_values.max(1)
         next_obs, rewards, terminated, truncated, info = envs.step(actions)
-        learned_rewards = np.clip(rewards, -1, 1) if args.clip_rewards else rewards * args.reward_scale
+        rewards = learned_rewards(rewards, args)
         frames, next_ages = obs[newest], np.minimum(ages + 1, STACK - 1)
         for i, (stream, buffer) in enumerate(zip(streams, buffers, strict=True)):
-            taken = actions[i], q_taken[i], learned_rewards[i], terminated[i]
+            taken = actions[i], q_taken[i], rewards[i], terminated[i]
             if chunk := buffer.add(frames[i], ages[i], q_max[i], taken):  # LocalBuffer.Add, Get(B)
                 link.send(stream, chunk)  # Replay.Add(τ, p)
             if truncated[i] and not terminated[i]:  # the return goes on with Q of the final observation
@@ -353,6 +353,10 @@ def actor(link: Link, args: Args) -> None:
         for i in np.flatnonzero(done):
             link.report(info["episode"]["r"][i], info["episode"]["l"][i])
         obs, ages = next_obs, np.where(done, 0, next_ages).astype(np.uint8)
+
+
+def learned_rewards(rewards: np.ndarray, args: Args) -> np.ndarray:
+    return np.clip(rewards, -1, 1) if args.clip_rewards else rewards * args.reward_scale
 
 
 # --------------------------------------------------------------------------------------------------- training
@@ -370,23 +374,23 @@ def update(
         targets = double_q_targets(batch.returns, batch.discounts, next_q_values, target_model(batch.next_obs))
     q_values = model(batch.obs).gather(1, batch.actions[:, None]).squeeze(1)
     errors = targets - q_values
-    loss = (batch.weights * errors.square() / 2).mean()
+    squares = errors.square()
+    loss = (batch.weights * squares / 2).mean()
     optimizer.zero_grad()
     loss.backward()
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     numbers = torch.cat([errors.detach(), grad_norm[None]]).cpu().numpy()  # the one look of the host at the device
     if not np.isfinite(numbers).all():
-        raise FloatingPointError(
-            f"the norm of the gradient is {numbers[-1]}, the largest error {np.abs(numbers[:-1]).max()}"
-        )
+        raise FloatingPointError(f"the loss is {loss.item()}, the norm of its gradient {grad_norm.item()}")
     optimizer.step()
-    return numbers[:-1], {"losses/td_loss": loss, "losses/q_values": q_values, "losses/grad_norm": grad_norm}
+    return numbers[:-1], {"losses/td_loss": squares, "losses/q_values": q_values, "losses/grad_norm": grad_norm}
 
 
 def train(args: Args, checkpoint: dict | None = None) -> int:
     """Algorithm 2, the learner, and around it the actors. Returns the exit status.
 
-    Raises: WorkerError: an actor died three times within a minute. FloatingPointError: see `update`.
+    Raises: WorkerError: an actor died three times within a minute. FloatingPointError: see `update`
+    and `Replay.add`.
     """
     device = pick_device(args.device)
     torch.manual_seed(args.seed)

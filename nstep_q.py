@@ -223,7 +223,7 @@ def actor_learner(
 ) -> None:
     """Algorithm S2, one process of it, to the end of training.
 
-    Raises: WorkerError: the environment failed. FloatingPointError: the gradient is not finite.
+    Raises: WorkerError: the environment failed. FloatingPointError: the loss or its gradient is not finite.
     """
     index, start = worker.index, worker.start
     optimizer, epsilon_final = optimizers[index % len(optimizers)], draw_epsilon_final(args, index)
@@ -244,7 +244,7 @@ def actor_learner(
             observations.append(obs)
             actions.append(action)
             next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
-            rewards.append(learned_reward(float(reward[0]), args))
+            rewards.append(float(learned_rewards(reward, args)[0]))
             obs, done = torch.from_numpy(next_obs), bool(terminated[0] or truncated[0])
             worker.count_step(reward[0], done)  # T ← T + 1
             if done or len(rewards) == args.t_max or worker.ended:
@@ -257,11 +257,12 @@ def actor_learner(
         returns = rollout_returns(rewards, R, args.gamma)  # R ← r_i + γ R
         q_values = local_model(torch.cat(observations)).gather(1, torch.stack(actions)).squeeze(1)  # Q(s_i, a_i; θ′)
         squares = (returns - q_values).square()
+        loss = squares.sum()
         local_model.zero_grad()
-        squares.sum().backward()  # dθ, summed over the rollout
+        loss.backward()  # dθ, summed over the rollout
         grad_norm = nn.utils.clip_grad_norm_(local_parameters, args.max_grad_norm)
         if not torch.isfinite(grad_norm):
-            raise FloatingPointError(f"the norm of the gradient is {grad_norm.item()}")
+            raise FloatingPointError(f"the loss is {loss.item()}, the norm of its gradient {grad_norm.item()}")
         hand_over(local_parameters, parameters)
         optimizer.param_groups[0]["lr"] = linear_decay(args.learning_rate, worker.global_step, args.total_steps)
         optimizer.step()  # asynchronous update of θ
@@ -283,8 +284,8 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     optimizers = make_optimizers(args, model)
     parts = {"model": model, "target_model": target_model}
     parts |= {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
-    step = checkpoint["step"] if checkpoint else 0
-    team = Team(actor_learner, (args, model, target_model, optimizers), args.n_processes, args.total_steps, step)
+    start = checkpoint["step"] if checkpoint else 0
+    team = Team(actor_learner, (args, model, target_model, optimizers), args.n_processes, args.total_steps, start)
     with Run(SCRIPT, args, parts, make_policy, checkpoint, team.quiet) as run:
         share(model, *optimizers)
         share(target_model)
@@ -303,8 +304,8 @@ def make_optimizers(args: Args, model: nn.Module) -> list[RMSProp | MomentumSGD]
     return [new() for _ in range(1 if args.optimizer == "shared-rmsprop" else args.n_processes)]
 
 
-def learned_reward(reward: float, args: Args) -> float:
-    return max(-1.0, min(1.0, reward)) if args.clip_rewards else reward * args.reward_scale
+def learned_rewards(rewards: np.ndarray, args: Args) -> np.ndarray:
+    return np.clip(rewards, -1, 1) if args.clip_rewards else rewards * args.reward_scale
 
 
 def make_model(args: Args) -> QNetwork:

@@ -172,10 +172,12 @@ class ActorCritic(nn.Module):
             self.policy, self.value = mlp(n_inputs, n_outputs), mlp(n_inputs, 1)
         else:
             if arch == "nips":  # (n, 4, 84, 84) → 16x20x20 → 32x9x9 → 256
-                layers, n_flat, size = [*conv(4, 16, 8, 4), *conv(16, 32, 4, 2)], 2592, 256
+                layers = [*conv(4, 16, 8, 4), *conv(16, 32, 4, 2)]
+                layers += [nn.Flatten(), nn.Linear(2592, 256), nn.ReLU(inplace=True)]
             else:  # nature: (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7 → 512
-                layers, n_flat, size = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1)], 3136, 512
-            layers += [nn.Flatten(), nn.Linear(n_flat, size), nn.ReLU(inplace=True)]
+                layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1)]
+                layers += [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(inplace=True)]
+            size = layers[-2].out_features
             self.trunk = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster on CPU
             self.policy, self.value = nn.Linear(size, n_outputs), nn.Linear(size, 1)
         if not self.discrete:
@@ -308,7 +310,7 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                 # l. 7-10
                 next_obs, reward, terminated, truncated, info = envs.step(to_env(action, envs.single_action_space))
                 obs = to_device(next_obs, device)
-                rewards[t] = np.clip(reward, -1, 1) if args.clip_rewards else reward * args.reward_scale
+                rewards[t] = learned_rewards(reward, args)
                 dones[t] = terminated | truncated
                 timed_out = truncated & ~terminated
                 if timed_out.any():  # a time limit ends the episode but not the return
@@ -343,6 +345,10 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
             scalars |= {"losses/grad_norm": grad_norm, "charts/learning_rate": optimizer.param_groups[0]["lr"]}
             run.count_update(step, scalars)
     return run.exit_status
+
+
+def learned_rewards(rewards: np.ndarray, args: Args) -> np.ndarray:
+    return np.clip(rewards, -1, 1) if args.clip_rewards else rewards * args.reward_scale
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -380,14 +386,15 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
 
     Raises: UsageError: an argument that cannot work; nothing has been started or written by then.
     """
+    # n_e stays what it is in a run, whose α was made of it
     args, checkpoint, env = read_args(SCRIPT, argv, Args(), __doc__, PRESETS, pick_preset, fixed=("n_envs",))
     args.arch = pick_arch(args, env.observation_space, "nips")
     if args.learning_rate is None:
         args.learning_rate = 0.0007 * args.n_envs
     if args.n_workers is None:
         args.n_workers = min(8, n_cores(), args.n_envs)
-    check_range(args, "n_workers", 0, args.n_envs)
     check_rollout(args, args.t_max, env.observation_space, KEPT_BYTES[args.arch])
+    check_range(args, "n_workers", 0, args.n_envs)
     if checkpoint is None:
         make_run_dir(SCRIPT, args)
     return args, checkpoint

@@ -1,6 +1,6 @@
-"""Batch PPO: proximal policy optimisation over N simulators (Schulman et al. 2017; ChainerRL's batch PPO, 2018).
+"""Batch PPO: proximal policy optimisation over N environments (Schulman et al. 2017; ChainerRL's batch PPO, 2018).
 
-N simulators step together and never wait for each other's episodes: one that ends starts the next at once. After T
+N environments step together and never wait for each other's episodes: one that ends starts the next at once. After T
 steps of all of them, K epochs over the N·T transitions, in minibatches of M:
 
     δ_t = r_t + γ V(s_{t+1}) - V(s_t)    (V = 0 after a termination),    A_t = δ_t + γλ A_{t+1}    (A = 0 after any end)
@@ -9,7 +9,7 @@ steps of all of them, K epochs over the N·T transitions, in minibatches of M:
 
     python ppo_batch.py                                             # Pong from pixels
     python ppo_batch.py --env-id CartPole-v1 --total-steps 200_000  # a minute
-    python ppo_batch.py --env-id HalfCheetah-v5
+    python ppo_batch.py --env-id HalfCheetah-v5                     # continuous actions
     python ppo_batch.py --resume runs/...                           # go on after an interruption
     python ppo_batch.py --evaluate runs/... --record                # 30 episodes and a GIF
 
@@ -20,7 +20,7 @@ It follows the code of ChainerRL and of PFRL, its successor in PyTorch:
 - a minibatch may hold the end of one epoch and the start of the next, where M does not divide N·T;
 - on vectors, the statistics that normalise observations change after the rollout and before its epochs, so that
   even the first ρ is not exactly 1;
-- the presets are PFRL's, but for 8 simulators on vectors where its example has 1, and α falling to zero there as in
+- the presets are PFRL's, but for 8 environments on vectors where its example has 1, and α falling to zero there as in
   ChainerRL's batch example, where PFRL's is constant (`--no-anneal-lr`). The constants of ChainerRL's are `--gamma 0.99
   --gae-lambda 0.95 --no-standardize-advantages --reward-scale 0.01 --n-envs 1 --total-steps 1_000_000
   --no-bootstrap-limits` on top of `vector` (its initial weights are LeCun's), those of Table 5 of Schulman et al.
@@ -88,14 +88,14 @@ class Args(RunArgs):
     preset: Literal["auto", "atari", "vector"] = "auto"
     """constants of the algorithm, see PRESETS; auto: atari for images, else vector"""
     total_steps: int = 10_000_000
-    """agent steps of all simulators together; 1 step = 1 action = 4 frames on Atari"""
+    """agent steps of all environments together; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
     """of environments, initial parameters, actions and minibatches"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the network is; auto: CUDA where there is any"""
 
     n_envs: int = 8
-    """N: simulators"""
+    """N: environments"""
     n_workers: int | None = None
     """threads (Atari; at least 1) or processes (else; 0: none) that step them; None: 8, or fewer cores or N"""
     arch: Literal["auto", "nature", "mlp"] = "auto"
@@ -105,7 +105,7 @@ class Args(RunArgs):
     update_interval: int = 1024
     """N·T: transitions of an update; ignored with --t-max"""
     t_max: int | None = None
-    """T: steps of each simulator between two updates; None: update_interval / n_envs, rounded up"""
+    """T: steps of each environment between two updates; None: update_interval / n_envs, rounded up"""
     minibatch_size: int = 256
     """M: transitions of a gradient step, at most N·T"""
     update_epochs: int = 4
@@ -323,6 +323,7 @@ def update(
     for the device.
     """
     parameters, total_loss = list(model.parameters()), torch.zeros((), device=batch[0].device)
+    max_grad_norm = math.inf if args.max_grad_norm is None else args.max_grad_norm
     for indices in minibatches(len(batch[0]), args.minibatch_size, args.update_epochs, batch[0].device):
         obs, actions, old_log_probs, advantages, returns = (x[indices] for x in batch)
         outputs, values = model(obs)
@@ -333,8 +334,7 @@ def update(
         )
         optimizer.zero_grad()
         loss.backward()
-        if args.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+        grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
         optimizer.step()
         total_loss += loss.detach()
     changes = log_ratios.detach().expm1()  # ρ - 1
@@ -342,6 +342,7 @@ def update(
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
         "losses/entropy": entropies,
+        "losses/grad_norm": grad_norm,
         "losses/approx_kl": changes - log_ratios.detach(),
         "losses/clip_fraction": (changes.abs() > clip_coef).float(),
     }
@@ -371,7 +372,7 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
         while step < args.total_steps and not run.stopped:  # iterations
             outputs, values, actions = [], [], []
             final_values.zero_()
-            for t in range(t_max):  # run π in all N simulators for T steps
+            for t in range(t_max):  # run π in all N environments for T steps
                 observations[t] = obs
                 with torch.no_grad():
                     output, value = model(observations[t])
@@ -381,7 +382,7 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                 actions.append(action)
                 next_obs, reward, terminated, truncated, info = envs.step(to_env(action, envs.single_action_space))
                 obs = to_device(next_obs, device)  # where an episode ended: the first of the next one
-                rewards[t] = np.clip(reward, -1, 1) if args.clip_rewards else reward * args.reward_scale
+                rewards[t] = learned_rewards(reward, args)
                 dones[t] = terminated | truncated
                 timed_out = truncated & ~terminated
                 if args.bootstrap_limits and timed_out.any():  # a time limit ends the episode but not the return
@@ -424,6 +425,10 @@ def empty_observations(space: spaces.Box, t_max: int, n_envs: int, device: torch
     return empty.unflatten(0, (t_max, n_envs))
 
 
+def learned_rewards(rewards: np.ndarray, args: Args) -> np.ndarray:
+    return np.clip(rewards, -1, 1) if args.clip_rewards else rewards * args.reward_scale
+
+
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device)
 
@@ -435,7 +440,7 @@ def make_model(args: Args) -> ActorCritic:
 
 
 def make_policy(model: ActorCritic, args: Args) -> Policy:
-    """How evaluation plays: actions sampled from π, observations normalised by the statistics of training."""
+    """How evaluation plays: actions sampled from π, as in training."""
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:

@@ -223,7 +223,7 @@ def actor_learner(
 ) -> None:
     """Algorithm 1 with Sarsa's target, one process of it, to the end of training.
 
-    Raises: WorkerError: the environment failed. FloatingPointError: the gradient is not finite.
+    Raises: WorkerError: the environment failed. FloatingPointError: the loss or its gradient is not finite.
     """
     index, start = worker.index, worker.start
     optimizer, epsilon_final = optimizers[index % len(optimizers)], draw_epsilon_final(args, index)
@@ -244,7 +244,7 @@ def actor_learner(
             next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
             obs, done = torch.from_numpy(next_obs), bool(terminated[0] or truncated[0])
             last_obs = torch.from_numpy(np.stack(info["final_obs"])) if done else obs
-            r = learned_reward(float(reward[0]), args)
+            r = float(learned_rewards(reward, args)[0])
             worker.count_step(reward[0], done)  # T ← T + 1
             t += 1
             epsilon = epsilon_at(epsilon_final, worker.global_step, args.epsilon_steps)
@@ -259,11 +259,12 @@ def actor_learner(
         # Σ (y - Q(s, a; θ))² over the steps since the last update, on θ as it is now
         q_values = model(torch.cat(observations)).gather(1, torch.stack(actions)).squeeze(1)
         squares = (torch.tensor(targets) - q_values).square()
+        loss = squares.sum()
         model.zero_grad()
-        squares.sum().backward()  # dθ, into gradients that are this process's own
+        loss.backward()  # dθ, into gradients that are this process's own
         grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
         if not torch.isfinite(grad_norm):
-            raise FloatingPointError(f"the norm of the gradient is {grad_norm.item()}")
+            raise FloatingPointError(f"the loss is {loss.item()}, the norm of its gradient {grad_norm.item()}")
         optimizer.param_groups[0]["lr"] = linear_decay(args.learning_rate, worker.global_step, args.total_steps)
         optimizer.step()  # asynchronous update of θ
         scalars = {"losses/td_loss": squares, "losses/q_values": q_values, "losses/grad_norm": grad_norm}
@@ -285,8 +286,8 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     optimizers = make_optimizers(args, model)
     parts = {"model": model, "target_model": target_model}
     parts |= {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
-    step = checkpoint["step"] if checkpoint else 0
-    team = Team(actor_learner, (args, model, target_model, optimizers), args.n_processes, args.total_steps, step)
+    start = checkpoint["step"] if checkpoint else 0
+    team = Team(actor_learner, (args, model, target_model, optimizers), args.n_processes, args.total_steps, start)
     with Run(SCRIPT, args, parts, make_policy, checkpoint, team.quiet) as run:
         share(model, *optimizers)
         share(target_model)
@@ -305,8 +306,8 @@ def make_optimizers(args: Args, model: nn.Module) -> list[RMSProp | MomentumSGD]
     return [new() for _ in range(1 if args.optimizer == "shared-rmsprop" else args.n_processes)]
 
 
-def learned_reward(reward: float, args: Args) -> float:
-    return max(-1.0, min(1.0, reward)) if args.clip_rewards else reward * args.reward_scale
+def learned_rewards(rewards: np.ndarray, args: Args) -> np.ndarray:
+    return np.clip(rewards, -1, 1) if args.clip_rewards else rewards * args.reward_scale
 
 
 def make_model(args: Args) -> QNetwork:

@@ -99,18 +99,18 @@ class Team(Crew):
     Args:
         target: the actor-learner, a function of the top level, called as `target(worker, *arguments)`.
         arguments: what all of them share; tensors, modules and optimizers must be in shared memory when this begins.
-        step: agent steps that earlier parts of the run have counted.
+        start: agent steps that earlier parts of the run have counted.
     """
 
-    def __init__(self, target: Callable, arguments: tuple, n_processes: int, total_steps: int, step: int = 0) -> None:
+    def __init__(self, target: Callable, arguments: tuple, n_processes: int, total_steps: int, start: int = 0) -> None:
         super().__init__("actor-learner", target, arguments, n_processes)
         self.total_steps = total_steps
         counts, parked = torch.zeros(2, n_processes, dtype=torch.int64).share_memory_()
-        counts[0] = step
-        flags = torch.tensor([0, 0, step]).share_memory_()
+        counts[0] = start
+        flags = torch.tensor([0, 0, start]).share_memory_()
         self.shared = counts, parked, flags
         self.counts, self.parked, self.flags = counts.numpy(), parked.numpy(), flags.numpy()
-        self.start_step, self.pauses = step, 0
+        self.start, self.pauses = start, 0
         self.scalars: dict[str, float] = {}
 
     @property
@@ -118,7 +118,7 @@ class Team(Crew):
         return int(self.counts.sum())
 
     def new_member(self, index: int) -> Worker:
-        return Worker(index, *self.shared, self.total_steps, self.start_step)
+        return Worker(index, *self.shared, self.total_steps, self.start)
 
     def __exit__(self, *exception: Any) -> None:
         self._stop()
@@ -169,7 +169,7 @@ class Team(Crew):
                         self.note_failure(index, kind, content[0])
             except (EOFError, OSError):
                 if self.global_step < self.total_steps and not self.flags[STOP]:
-                    self.start_step = self.global_step
+                    self.start = self.global_step
                     self.replace(index, run)
 
     @contextlib.contextmanager

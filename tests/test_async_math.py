@@ -1019,7 +1019,7 @@ def test_processes_differ(trainer: ModuleType, tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_replaced_process_starts_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    team, starts = Team(print, (), 1, total_steps=100, step=3), []
+    team, starts = Team(print, (), 1, total_steps=100, start=3), []
     team.counts[0] = 17
     ours, theirs = multiprocessing.Pipe()
     theirs.close()  # the process is dead

@@ -241,7 +241,7 @@ def count(worker: Worker, steps: int, phases: Tensor, last: Tensor) -> None:
 def test_ten_processes_count_exactly() -> None:
     n, steps = 10, 20_000
     phases, last = torch.zeros(2, n, dtype=torch.int64).share_memory_()
-    with Team(count, (steps, phases, last), n, n * steps + 1007 + 5, step=5) as team:
+    with Team(count, (steps, phases, last), n, n * steps + 1007 + 5, start=5) as team:
         assert wait_for(lambda: (phases >= 2).all(), 120)
         assert team.global_step == n * steps + 5
         assert steps + 5 < last.max() <= n * steps + 5

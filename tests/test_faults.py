@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import pickle
 import re
@@ -35,6 +36,7 @@ from tests.helpers import (
     content,
     members,
     on_linux,
+    same,
     saved_step,
     script,
     summary,
@@ -52,23 +54,27 @@ class Small(NamedTuple):
     """How a trainer runs within seconds."""
 
     flags: list[str]
+    one: list[str]  # flags that give it one process
+    two: list[str]  # and two of them
     role: str  # of its processes
-    n_envs: int
+    n_envs: int  # with one process; actor-learners have one each
     late: int  # steps that may be under way: an update, chunks, or what others do while the parent looks elsewhere
 
 
-VECTOR = ["--n-envs", "4", "--n-workers", "1", "--t-max", "5"]  # 20 steps an update
-APEX = ["--n-actors", "1", "--envs-per-actor", "2", "--capacity", "2000", "--learning-starts", "50"]
-APEX += ["--batch-size", "16", "--chunk-size", "10", "--replay-ratio", "1", "--save-replay"]
-ONE = ["--n-processes", "1"]
+VECTOR = ["--n-envs", "4", "--t-max", "5"]  # 20 steps an update
+WORKERS = ["--n-workers", "1"], ["--n-workers", "2"]
+APEX = ["--capacity", "2000", "--learning-starts", "50", "--batch-size", "16", "--chunk-size", "10"]
+APEX += ["--replay-ratio", "1", "--save-replay"]
+ACTORS = ["--n-actors", "1", "--envs-per-actor", "2"], ["--n-actors", "2", "--envs-per-actor", "1"]
+PROCESSES = ["--n-processes", "1"], ["--n-processes", "2"]
 SMALL = {
-    "paac": Small(VECTOR, "worker", 4, 40),
-    "ppo_batch": Small([*VECTOR, "--minibatch-size", "10", "--update-epochs", "2"], "worker", 4, 40),
-    "apex": Small(APEX, "actor", 2, 150),
-    "a3c": Small(ONE, "actor-learner", 1, 100),
-    "async_q": Small(ONE, "actor-learner", 1, 100),
-    "nstep_q": Small(ONE, "actor-learner", 1, 100),
-    "sarsa": Small(ONE, "actor-learner", 1, 100),
+    "paac": Small(VECTOR, *WORKERS, "worker", 4, 40),
+    "ppo_batch": Small([*VECTOR, "--minibatch-size", "10", "--update-epochs", "2"], *WORKERS, "worker", 4, 40),
+    "apex": Small(APEX, *ACTORS, "actor", 2, 150),
+    "a3c": Small([], *PROCESSES, "actor-learner", 1, 100),
+    "async_q": Small([], *PROCESSES, "actor-learner", 1, 100),
+    "nstep_q": Small([], *PROCESSES, "actor-learner", 1, 100),
+    "sarsa": Small([], *PROCESSES, "actor-learner", 1, 100),
 }
 
 over = threading.Event()  # the tests end: nothing more is to be started
@@ -128,6 +134,7 @@ class Story:
         else:
             start = ["--env-id", "tests.paac_envs:Faulty-v0", "--seed", "1", "--eval-episodes", "0", *self.small.flags]
             start += ["--run-dir", self.run_dir]
+        start += self.small.one
         start += ["--env-kwargs", json.dumps(env_kwargs), "--total-steps", ENDLESS, "--checkpoint-interval", INTERVAL]
         return self.script(*start, *flags)
 
@@ -199,13 +206,13 @@ def full_disk_at_the_end(story: Story) -> None:
 
 
 def sigkill_of_the_parent(story: Story) -> None:
-    """While a worker is in a step that would take long. What is lost is one interval at most, and one update."""
+    """While one of two workers is in a step that would take long. One interval at most is lost, and one update."""
     before, n_steps = story.step, 4 * INTERVAL - 10
-    fault = {"fault": "hang", "after": n_steps // story.small.n_envs + 1, "stamp": str(story.stamp)}
+    fault = {"fault": "hang", "after": n_steps // max(2, story.small.n_envs) + 1, "stamp": str(story.stamp)}
     summary_before = (story.run_dir / "summary.json").exists()
-    with story.go_on(**fault, **story.one_environment()) as process:
+    with story.go_on(*story.small.two, **fault, **story.one_environment()) as process:
         assert wait_for(Path(fault["stamp"]).exists, START)
-        assert len(workers_of(process)) == 1
+        assert len(workers_of(process)) == 2
         process.kill()
         assert wait_for(lambda: not members(process), 10)
     story.check(before + INTERVAL, before + n_steps)
@@ -213,12 +220,52 @@ def sigkill_of_the_parent(story: Story) -> None:
     assert (story.run_dir / "summary.json").exists() == summary_before
 
 
+def what_was_learned_is_still_there(story: Story) -> None:
+    """In the checkpoint of a run that was killed. Where it goes on with α = 0 and gradients of 0, θ stays, every
+    statistic of the optimizer decays from where it was, the counts go on, and a normaliser adds to what it has seen.
+    """
+    folder = Path(shutil.copytree(story.finished_run(), story.folder / "still"))
+    before = checkpoint(folder)
+    flags = ["--learning-rate", 0, "--max-grad-norm", 0, "--total-steps", before["step"] + INTERVAL]
+    with story.script("--resume", folder, *flags, "--env-kwargs", '{"fault": "none", "after": 1}') as process:
+        _, stderr = end(process, 0)
+    after = checkpoint(folder)
+    assert stderr == "" and after["step"] >= before["step"] + INTERVAL
+    assert after["updates"] > before["updates"] and after["episodes"] >= before["episodes"] + INTERVAL // 7 - 4
+    assert after["wall_seconds"] > before["wall_seconds"] > 0
+    norm = {name for name in before["model"] if name.startswith("trunk.") and name.endswith(("mean", "var", "count"))}
+    assert bool(norm) == (story.name in ("paac", "ppo_batch"))
+    assert all(
+        torch.equal(tensor, after["model"][name]) for name, tensor in before["model"].items() if name not in norm
+    )
+    if norm:
+        n_seen = [state["model"]["trunk.count"].item() for state in (before, after)]
+        assert n_seen[1] - n_seen[0] == after["step"] - before["step"] and n_seen[0] == before["step"]
+    if "target_model" in before:
+        assert same(after["target_model"], before["target_model"]) or same(after["target_model"], after["model"])
+    (name,) = [name for name in before if name.startswith("optimizer")]
+    decay = before["args"].get("rms_decay")
+    decays = {"square": decay, "mean": decay, "exp_avg": 0.9, "exp_avg_sq": 0.999}
+    n_updates = set()
+    for i, statistics in before[name]["state"].items():
+        for key, tensor in statistics.items():
+            now = after[name]["state"][i][key]
+            if key == "step":
+                n_updates.add(round((now - tensor).item()))
+                continue
+            largest = tensor.abs().argmax()
+            ratio = (now.flatten()[largest] / tensor.flatten()[largest]).item()
+            n_updates.add(round(math.log(ratio) / math.log(decays[key])))
+            torch.testing.assert_close(now, tensor * ratio, rtol=1e-4, atol=1e-30)
+    assert len(n_updates) == 1 and n_updates.pop() >= 10
+
+
 def sigterm(story: Story) -> None:
     """No checkpoint was due."""
     before = story.step
-    with story.go_on("--checkpoint-interval", 10**8) as process:
+    with story.go_on("--checkpoint-interval", 10**8, *story.small.two) as process:
         assert wait_for(lambda: story.has_taken(2 * INTERVAL), START)
-        assert workers_of(process)
+        assert len(workers_of(process)) == 2
         process.send_signal(signal.SIGTERM)
         stdout, stderr = end(process, 143, 15)
     last = stdout.splitlines()[-1]
@@ -243,20 +290,38 @@ def sigint(story: Story) -> None:
         stdout, stderr = end(process, 128 + number, 20)
     last = stdout.splitlines()[-1]
     assert stderr == "" and f"stopped by {number.name} at step " in last and f"--resume {story.run_dir}" in last
-    story.check(before + (10 if story.name == "apex" else 100))  # apex: those whose chunks have come
+    story.check(before + (50 if story.name == "apex" else 100))  # apex: 4 chunks of 10 may be on their way
     story.check_summary("interrupted")
 
 
-def environment_fails(story: Story) -> None:
-    """Three times. What was learned before is kept, although no checkpoint was due."""
-    causes = {
-        "nan reward": "FloatingPointError: the reward is not finite: nan",
-        "nan observation": "FloatingPointError: the observation is not finite: [nan nan]",
-        "raise": "ZeroDivisionError: the door is stuck",
-    }
-    if story.replaces:  # a process has three lives: only the last fault ends the run
+CAUSES = {
+    "nan reward": "FloatingPointError: the reward is not finite: nan",
+    "nan observation": "FloatingPointError: the observation is not finite: [nan nan]",
+    "raise": "ZeroDivisionError: the door is stuck",
+}
+
+
+def environment_raises(story: Story) -> None:
+    environment_fails(story, "raise")
+
+
+def nan_reward(story: Story) -> None:
+    environment_fails(story, "nan reward")
+
+
+def nan_observation(story: Story) -> None:
+    environment_fails(story, "nan observation")
+
+
+def environment_fails(story: Story, fault: str) -> None:
+    """It ends the run. What was learned before is kept, although no checkpoint was due."""
+    if story.replaces:  # a process has three lives: the other two faults come first, this one ends the run
         before, stamp, after = story.step, story.stamp, 150 if story.name == "apex" else 10
-        faults = [fault for cause in causes for fault in (cause, *["none"] * (story.small.n_envs - 1))]
+        others = [other for other in CAUSES if other != fault]
+        faults = []
+        for cause in (*others, fault):
+            n_more = 0 if cause == "raise" else story.small.n_envs - 1  # those that take the same step all the same
+            faults += [cause, *["none"] * n_more]
         kwargs = {"fault": faults, "after": after, "stamp": str(stamp), "pace": 0}
         with story.go_on("--checkpoint-interval", 10**8, **kwargs) as process:
             stdout, stderr = end(process, 1)
@@ -264,26 +329,25 @@ def environment_fails(story: Story) -> None:
         made, closed = (Path(f"{stamp}_{what}").stat().st_size for what in ("made", "closed"))
         assert made == closed > 3 * story.small.n_envs
         assert stdout.count(f"{story.small.role} 0 died and is replaced: ") == 2
-        assert all(stdout.count(text) == 1 for text in (causes["nan reward"], causes["nan observation"]))
+        assert [stdout.count(CAUSES[cause]) for cause in (*others, fault)] == [1, 1, 0]
         assert stderr.startswith(f"{story.name}.py: {story.small.role} 0 died three times")
-        check_traceback(stderr, "environment 0 of Faulty-v0", causes["raise"])
+        check_traceback(stderr, "environment 0 of Faulty-v0", CAUSES[fault])
         if story.name == "apex":  # 149 steps of each environment in each life, not all of them sent
             story.check(before + 3 * 260, before + 3 * 298)
         else:
             story.check(before + 27, before + 27)
         story.check_summary("interrupted")
         return
-    for fault, cause in causes.items():
-        before, stamp, n_workers = story.step, story.stamp, 2 if fault == "raise" else 0
-        flags = ["--checkpoint-interval", 10**8, "--n-workers", n_workers]
-        kwargs = {"fault": fault, "after": 38, "stamp": str(stamp), "pace": 0}  # in the eighth update of 20 steps
-        with story.go_on(*flags, **kwargs, **story.one_environment()) as process:
-            assert wait_for(lambda n=n_workers: len(workers_of(process)) == n, START)
-            _, stderr = end(process, 1)
-            assert time.time() - stamp.stat().st_mtime < 10
-        check_traceback(stderr, f"{'worker 1, ' if n_workers else ''}environment 2 of Faulty-v0", cause)
-        story.check(before + 140, before + 140)
-        story.check_summary("interrupted")
+    before, stamp, n_workers = story.step, story.stamp, 2 if fault == "raise" else 0
+    flags = ["--checkpoint-interval", 10**8, "--n-workers", n_workers]
+    kwargs = {"fault": fault, "after": 38, "stamp": str(stamp), "pace": 0}  # in the eighth update of 20 steps
+    with story.go_on(*flags, **kwargs, **story.one_environment()) as process:
+        assert wait_for(lambda: len(workers_of(process)) == n_workers, START)
+        _, stderr = end(process, 1)
+        assert time.time() - stamp.stat().st_mtime < 10
+    check_traceback(stderr, f"{'worker 1, ' if n_workers else ''}environment 2 of Faulty-v0", CAUSES[fault])
+    story.check(before + 140, before + 140)
+    story.check_summary("interrupted")
 
 
 def check_traceback(stderr: str, where: str, cause: str) -> None:
@@ -294,7 +358,7 @@ def check_traceback(stderr: str, where: str, cause: str) -> None:
 def sigkill_of_a_worker(story: Story) -> None:
     """It ends the run, where the others can do nothing without it."""
     before = story.step
-    with story.go_on("--n-workers", 2, "--checkpoint-interval", 10**8) as process:
+    with story.go_on(*story.small.two, "--checkpoint-interval", 10**8) as process:
         assert wait_for(lambda: story.has_taken(2 * INTERVAL), START)
         os.kill(workers_of(process).pop(), signal.SIGKILL)
         _, stderr = end(process, 1, 10)
@@ -306,14 +370,13 @@ def sigkill_of_a_worker(story: Story) -> None:
 
 
 def sigkill_of_an_actor(story: Story) -> None:
-    """The run goes on to its end with others in the place of one, and then of all at once."""
-    before, n = story.step, 2 if story.name == "a3c" else 1
-    several = ["--n-processes", n] if story.name == "a3c" else []
-    with story.go_on("--total-steps", before + 600 * n, *several) as process:
+    """The run goes on to its end with others in the place of one of two, and then of both at once."""
+    before, total = story.step, story.step + 1200
+    with story.go_on("--total-steps", total, *story.small.two) as process:
         assert wait_for(lambda: story.step > before, START)
         killed = set()
-        for k in range(1, n + 1):
-            assert wait_for(lambda: len(workers_of(process)) == n, START)
+        for k in (1, 2):
+            assert wait_for(lambda: len(workers_of(process)) == 2, START)
             victims = set(sorted(workers_of(process))[:k])
             killed |= victims
             for pid in victims:
@@ -321,10 +384,10 @@ def sigkill_of_an_actor(story: Story) -> None:
             assert wait_for(lambda: not victims & members(process), 10)  # noqa: B023
         stdout, stderr = end(process, 0)
     events = [line for line in stdout.splitlines() if "died" in line]
-    assert len(events) == len(killed) and stderr == ""
+    assert len(events) == len(killed) == 3 and stderr == ""
     assert all(line.endswith("died and is replaced: exit code -9") for line in events)
     assert all(line.startswith(f"{story.small.role} ") for line in events)
-    story.check(before + 600 * n)
+    story.check(total)
     story.check_summary("completed")
 
 
@@ -432,7 +495,8 @@ def checkpoint_without_a_part(story: Story) -> None:
 
 # ------------------------------------------------------------------------------------------------------ the runs
 
-FIRST = (help_is_shown, full_disk, full_disk_at_the_end, sigkill_of_the_parent, sigterm, sigint, environment_fails)
+FIRST = (help_is_shown, full_disk, full_disk_at_the_end, sigkill_of_the_parent, what_was_learned_is_still_there)
+FIRST += (sigterm, sigint, environment_raises, nan_reward, nan_observation)
 
 
 def faults_of(name: str) -> tuple[Callable[[Story], None], ...]:

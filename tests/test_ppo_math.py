@@ -512,7 +512,8 @@ def test_update_clips_the_global_norm_of_the_gradient(max_grad_norm: float | Non
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     batch = stub_batch(obs=[2.0], actions=[1.5], old=[1.5], advantages=[3.0], targets=[4.0])
     args = stub_args(max_grad_norm=max_grad_norm, entropy_coef=1.0)
-    ppo_batch.update(model, optimizer, batch, 0.2, args)
+    _, scalars = ppo_batch.update(model, optimizer, batch, 0.2, args)
+    assert scalars["losses/grad_norm"].item() == pytest.approx(13, rel=1e-6)  # before it is clipped
     scale = 1 if max_grad_norm in (None, 100.0) else 0.5 / 13
     assert model.w.item() == pytest.approx(0.5 + 12 * scale, rel=1e-6)
     assert model.u.item() == pytest.approx(1.0 + 5 * scale, rel=1e-6)
@@ -556,6 +557,7 @@ def test_update_tells_what_the_last_minibatch_was_like() -> None:
             "losses/policy_loss": -(1 + 1.05 + 0.5 + 1.1) / 4 - 0.1 * 0.35,
             "losses/value_loss": (4 + 1 + 0 + 1) / 4,
             "losses/entropy": 0.35,
+            "losses/grad_norm": (1 + 1.05 + 0.5) / 4 + 0.1 / 2,  # dL/dw = 2 (-2·1 - 1·2 + 0·3 + 1·4) / 4 = 0
             "losses/approx_kl": sum(ratio - 1 - math.log(ratio) for ratio in ratios) / 4,
             "losses/clip_fraction": 0.5,
         }

@@ -114,7 +114,8 @@ def test_run_directory_and_summary(tmp_path: Path) -> None:
     accumulator = EventAccumulator(str(run_dir))
     accumulator.Reload()
     tags = {f"charts/{name}" for name in ("episodic_return", "episodic_length", "return_last_100", "SPS")}
-    tags |= {f"losses/{name}" for name in ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")}
+    tags |= {f"losses/{name}" for name in ("policy_loss", "value_loss", "entropy", "grad_norm")}
+    tags |= {"losses/approx_kl", "losses/clip_fraction"}
     assert set(accumulator.Tags()["scalars"]) == tags | {"charts/learning_rate", "eval/return_mean"}
     points = {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in tags}
     assert points["charts/episodic_length"] == [(step, 2) for step in (24, 48, 72, 96, 120)]  # a point an update

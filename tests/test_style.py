@@ -47,6 +47,13 @@ def differing_blocks(sources: dict[str, str], may_differ: set[str]) -> list[str]
     return differing
 
 
+def flags(source: str) -> dict[str, str]:
+    """The type and the help of every flag."""
+    (found,) = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Args"]
+    fields = [(a, b) for a, b in zip(found.body, found.body[1:], strict=False) if isinstance(a, ast.AnnAssign)]
+    return {a.target.id: f"{ast.unparse(a.annotation)}: {ast.literal_eval(b.value)}" for a, b in fields}
+
+
 def imported(source: str) -> set[str]:
     """The first part of the name of every module that a file imports, wherever in the file."""
     names = set()
@@ -112,6 +119,18 @@ def test_both_batched_actor_critics_sample_alike() -> None:
     methods = [blocks_of_class((ROOT / f"{name}.py").read_text(), "ActorCritic") for name in ("paac", "ppo_batch")]
     for name in ("forward", "sample", "log_prob_and_entropy"):
         assert methods[0][name] == methods[1][name]
+
+
+def test_flags_that_mean_the_same_say_so() -> None:
+    """All but those of which each algorithm has its own, in type or in meaning."""
+    own = {"preset", "total_steps", "seed", "device", "n_envs", "n_workers", "arch", "bfloat16", "t_max"}
+    own |= {"learning_rate", "max_grad_norm", "rms_decay", "update_interval", "target_interval"}
+    found: dict[str, set[str]] = {}
+    for name in TRAINERS:
+        for flag, text in flags((ROOT / f"{name}.py").read_text()).items():
+            found.setdefault(flag, set()).add(text)
+    assert {flag for flag, texts in found.items() if len(texts) > 1} == own
+    assert found["gamma"] == {"float: γ, discount per step"}
 
 
 @pytest.mark.parametrize("name", TRAINERS)
