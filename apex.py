@@ -367,7 +367,7 @@ def update(
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """One update of Algorithm 2: the errors δ before it, (n,), and the scalars to log.
 
-    Raises: FloatingPointError: an error or the gradient is not finite.
+    Raises: FloatingPointError: the loss or its gradient is not finite.
     """
     with torch.no_grad():
         next_q_values = model(batch.next_obs)

@@ -206,13 +206,14 @@ def full_disk_at_the_end(story: Story) -> None:
 
 
 def sigkill_of_the_parent(story: Story) -> None:
-    """While one of two workers is in a step that would take long. One interval at most is lost, and one update."""
+    """While a worker is in a step that would take long. One interval at most is lost, and one update."""
     before, n_steps = story.step, 4 * INTERVAL - 10
     fault = {"fault": "hang", "after": n_steps // max(2, story.small.n_envs) + 1, "stamp": str(story.stamp)}
+    fault["pace"] = PACE * (2 if story.replaces else 1)  # two that step on their own
     summary_before = (story.run_dir / "summary.json").exists()
     with story.go_on(*story.small.two, **fault, **story.one_environment()) as process:
         assert wait_for(Path(fault["stamp"]).exists, START)
-        assert len(workers_of(process)) == 2
+        assert wait_for(lambda: len(workers_of(process)) == 2, 10)
         process.kill()
         assert wait_for(lambda: not members(process), 10)
     story.check(before + INTERVAL, before + n_steps)
@@ -228,6 +229,8 @@ def what_was_learned_is_still_there(story: Story) -> None:
     before = checkpoint(folder)
     # one process: two would race for the statistics
     flags = [*story.small.one, "--learning-rate", 0, "--max-grad-norm", 0, "--total-steps", before["step"] + INTERVAL]
+    if "target_model" in before:
+        flags += ["--target-interval", 10**8]
     with story.script("--resume", folder, *flags, "--env-kwargs", '{"fault": "none", "after": 1}') as process:
         _, stderr = end(process, 0)
     after = checkpoint(folder)
@@ -243,7 +246,7 @@ def what_was_learned_is_still_there(story: Story) -> None:
         n_seen = [state["model"]["trunk.count"].item() for state in (before, after)]
         assert n_seen[1] - n_seen[0] == after["step"] - before["step"] and n_seen[0] == before["step"]
     if "target_model" in before:
-        assert same(after["target_model"], before["target_model"]) or same(after["target_model"], after["model"])
+        assert same(after["target_model"], before["target_model"])
     (name,) = [name for name in before if name.startswith("optimizer")]
     decay = before["args"].get("rms_decay")
     decays = {"square": decay, "mean": decay, "exp_avg": 0.9, "exp_avg_sq": 0.999}
@@ -256,6 +259,7 @@ def what_was_learned_is_still_there(story: Story) -> None:
                 continue
             largest = tensor.abs().argmax()
             ratio = (now.flatten()[largest] / tensor.flatten()[largest]).item()
+            assert 0 < ratio < 1, (i, key, ratio)
             n_updates.add(round(math.log(ratio) / math.log(decays[key])))
             torch.testing.assert_close(now, tensor * ratio, rtol=1e-4, atol=1e-30)
     assert len(n_updates) == 1 and n_updates.pop() >= 10
@@ -266,7 +270,7 @@ def sigterm(story: Story) -> None:
     before = story.step
     with story.go_on("--checkpoint-interval", 10**8, *story.small.two) as process:
         assert wait_for(lambda: story.has_taken(2 * INTERVAL), START)
-        assert len(workers_of(process)) == 2
+        assert wait_for(lambda: len(workers_of(process)) == 2, 10)
         process.send_signal(signal.SIGTERM)
         stdout, stderr = end(process, 143, 15)
     last = stdout.splitlines()[-1]
