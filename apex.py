@@ -336,8 +336,8 @@ def actor(link: Link, args: Args) -> None:
         actions = epsilon_greedy(q_values, epsilons).numpy()  # A_t by π_θ(S_t)
         q_values = q_values.numpy()
         q_taken, q_max = q_values[np.arange(n), actions], q_values.max(1)
-        next_obs, rewards, terminated, truncated, info = envs.step(actions)
-        rewards = learned_rewards(rewards, args)
+        next_obs, reward, terminated, truncated, info = envs.step(actions)
+        rewards = learned_rewards(reward, args)
         frames, next_ages = obs[newest], np.minimum(ages + 1, STACK - 1)
         for i, (stream, buffer) in enumerate(zip(streams, buffers, strict=True)):
             taken = actions[i], q_taken[i], rewards[i], terminated[i]
@@ -353,10 +353,6 @@ def actor(link: Link, args: Args) -> None:
         for i in np.flatnonzero(done):
             link.report(info["episode"]["r"][i], info["episode"]["l"][i])
         obs, ages = next_obs, np.where(done, 0, next_ages).astype(np.uint8)
-
-
-def learned_rewards(rewards: np.ndarray, args: Args) -> np.ndarray:
-    return np.clip(rewards, -1, 1) if args.clip_rewards else rewards * args.reward_scale
 
 
 # --------------------------------------------------------------------------------------------------- training
@@ -389,8 +385,8 @@ def update(
 def train(args: Args, checkpoint: dict | None = None) -> int:
     """Algorithm 2, the learner, and around it the actors. Returns the exit status.
 
-    Raises: WorkerError: an actor died three times within a minute. FloatingPointError: see `update`
-    and `Replay.add`.
+    Raises: WorkerError: an actor died three times within a minute. FloatingPointError: see `update`, `Replay.add`
+    and `Actors.receive`.
     """
     device = pick_device(args.device)
     torch.manual_seed(args.seed)
@@ -447,6 +443,10 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                     scalars["charts/replay_ratio"] = learned / added  # 0.78 by the paper's rates
                 run.count_update(step, scalars)
     return run.exit_status
+
+
+def learned_rewards(rewards: np.ndarray, args: Args) -> np.ndarray:
+    return np.clip(rewards, -1, 1) if args.clip_rewards else rewards * args.reward_scale
 
 
 def make_model(args: Args) -> QNetwork:

@@ -316,13 +316,14 @@ def linear_decay(initial: float, step: int, total_steps: int) -> float:
 
 def update(
     model: ActorCritic, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...], clip_coef: float, args: Args
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Optimise L with K epochs over the batch: observations, actions, log π(a|s; θ_old), Â and R, (N·T, ...) each.
 
-    Returns the sum of all losses, and the scalars to log, from the last minibatch. Nothing here makes the host wait
-    for the device.
+    Returns the sum of all losses, that of the norms of their gradients, and the scalars to log, from the last
+    minibatch. Nothing here makes the host wait for the device.
     """
-    parameters, total_loss = list(model.parameters()), torch.zeros((), device=batch[0].device)
+    parameters = list(model.parameters())
+    total_loss, total_norm = torch.zeros(2, device=batch[0].device)
     max_grad_norm = math.inf if args.max_grad_norm is None else args.max_grad_norm
     for indices in minibatches(len(batch[0]), args.minibatch_size, args.update_epochs, batch[0].device):
         obs, actions, old_log_probs, advantages, returns = (x[indices] for x in batch)
@@ -337,8 +338,9 @@ def update(
         grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
         optimizer.step()
         total_loss += loss.detach()
+        total_norm += grad_norm
     changes = log_ratios.detach().expm1()  # ρ - 1
-    return total_loss, {
+    scalars = {
         "losses/policy_loss": policy_loss,
         "losses/value_loss": value_loss,
         "losses/entropy": entropies,
@@ -346,6 +348,7 @@ def update(
         "losses/approx_kl": changes - log_ratios.detach(),
         "losses/clip_fraction": (changes.abs() > clip_coef).float(),
     }
+    return total_loss, total_norm, scalars
 
 
 def train(args: Args, checkpoint: dict | None = None) -> int:
@@ -408,11 +411,14 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
             optimizer.param_groups[0]["lr"] = lr
             step += args.n_envs * t_max
             batch = tuple(x.flatten(0, 1) for x in (observations, actions, log_probs, advantages, returns))
-            total_loss, scalars = update(model, optimizer, batch, clip_coef, args)  # K epochs
+            total_loss, total_norm, scalars = update(model, optimizer, batch, clip_coef, args)  # K epochs
             with torch.no_grad():
-                checked = [x.isfinite().all() for x in (total_loss, *model.parameters(), *model(obs))]
+                checked = [x.isfinite().all() for x in (total_loss, total_norm, *model.parameters(), *model(obs))]
             if not torch.stack(checked).all():  # not after each minibatch: looking makes a GPU wait
-                raise FloatingPointError(f"step {run.step}: a loss, a parameter or an output is not finite")
+                raise FloatingPointError(
+                    f"step {run.step}: the losses add up to {total_loss.item()}, the norms of their gradients to "
+                    f"{total_norm.item()}; where both are finite, the network is not"
+                )
             run.count_update(step, scalars | {"charts/learning_rate": lr})
     return run.exit_status
 

@@ -512,8 +512,9 @@ def test_update_clips_the_global_norm_of_the_gradient(max_grad_norm: float | Non
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     batch = stub_batch(obs=[2.0], actions=[1.5], old=[1.5], advantages=[3.0], targets=[4.0])
     args = stub_args(max_grad_norm=max_grad_norm, entropy_coef=1.0)
-    _, scalars = ppo_batch.update(model, optimizer, batch, 0.2, args)
+    _, total_norm, scalars = ppo_batch.update(model, optimizer, batch, 0.2, args)
     assert scalars["losses/grad_norm"].item() == pytest.approx(13, rel=1e-6)  # before it is clipped
+    assert total_norm.item() == pytest.approx(13, rel=1e-6)
     scale = 1 if max_grad_norm in (None, 100.0) else 0.5 / 13
     assert model.w.item() == pytest.approx(0.5 + 12 * scale, rel=1e-6)
     assert model.u.item() == pytest.approx(1.0 + 5 * scale, rel=1e-6)
@@ -548,9 +549,11 @@ def test_update_tells_what_the_last_minibatch_was_like() -> None:
     model = Stub(1.0, 0.7)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     args = stub_args(minibatch_size=4, entropy_coef=0.1, update_epochs=2)
-    total_loss, scalars = ppo_batch.update(model, optimizer, stub_batch(**columns, targets=[3.0] * 4), 0.1, args)
+    batch = stub_batch(**columns, targets=[3.0] * 4)
+    total_loss, total_norm, scalars = ppo_batch.update(model, optimizer, batch, 0.1, args)
     loss = scalars["losses/policy_loss"] + scalars["losses/value_loss"]
     assert total_loss.item() == pytest.approx(2 * loss.item())  # two epochs, and nothing has changed in between
+    assert total_norm.item() == pytest.approx(2 * scalars["losses/grad_norm"].item())
     means = {tag: value.mean().item() for tag, value in scalars.items()}
     assert means == pytest.approx(
         {

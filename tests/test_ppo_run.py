@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -397,6 +399,17 @@ def test_loss_that_is_not_finite(flags: list[str], tmp_path: Path, capfd: pytest
     assert all(x.isfinite().all() for x in [*state["model"].values(), *moments])
     assert code == 1 and state["step"] == 140
     assert len(stderr.splitlines()) == 1 and "finite" in stderr, stderr
+
+
+def test_gradient_whose_norm_overflows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A loss of some 1e30 has a gradient of such numbers: finite, but not their squares. Clipping makes it zero."""
+    env = ["--env-id", ENV.format("Bandit"), *HERE, *SMALL[:4], "--minibatch-size", "24", "--n-envs", "4"]
+    flags = ["--max-grad-norm", "0.5", "--value-coef", "1e30"]
+    assert run(*env, *flags, "--total-steps", "48", "--run-dir", "r") == 1
+    stderr = capfd.readouterr().err
+    found = re.fullmatch(r"ppo_batch.py: .*losses add up to (\S+), the norms of their gradients to inf; .*\n", stderr)
+    assert found and math.isfinite(float(found[1])), stderr
+    assert not (tmp_path / "r" / "checkpoint.pt").exists()
 
 
 @pytest.mark.parametrize("epochs", [1, 10], ids=["one step", "many steps"])
