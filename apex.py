@@ -27,7 +27,8 @@ Where the sources differ or are silent, this file does the following:
 - half the squared error, no Huber loss; initial weights are PyTorch's own, U(±1/√fan_in); the trunk's
   gradient is not scaled by 1/√2 as in Wang et al. 2016;
 - more than the capacity is tolerated until the next removal, every 100 updates, of the oldest transitions of all;
-  each environment has a share of the memory of its own, with 4% to spare, beyond which its own oldest go at once;
+  each environment has a share of the memory of its own, with 4% to spare, beyond which its own oldest go at once (at
+  the paper's rates, where the capacity is below 1.6 million);
 - an evaluated episode is played with ε = 0.001 on images and greedily on vectors; the paper does not say;
 - g and m start at zero.
 
@@ -37,7 +38,9 @@ uncompressed, where the paper has PNGs; batches are drawn when they are needed, 
 between two updates, and an actor waits while all of its slots for chunks are full, where the paper never blocks it;
 50 million steps are 200 million frames, the paper has 22.8 billion. `--replay-ratio` holds learner and actors to a
 ratio, which the paper leaves to the machine (0.78 by its rates with 360 actors). The paper has no vectors: the MLP
-and the preset `vector` are ours.
+and the preset `vector` are ours. On CUDA PyTorch computes convolutions in TF32 unless told otherwise.
+Each actor seeds its random stream with (seed, step at its start, its index), after --resume and a replacement as well.
+A step counts when the learner has received it; what was under way at an end or a death is lost.
 """
 
 from __future__ import annotations
@@ -90,7 +93,7 @@ class Args(RunArgs):
     preset: Literal["auto", "atari", "vector"] = "auto"
     """constants of the algorithm, see PRESETS; auto: atari for images, else vector"""
     total_steps: int = 50_000_000
-    """agent steps of all environments together; 1 step = 1 action = 4 frames on Atari"""
+    """agent steps that the learner has received of all environments; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
     """of environments, initial parameters, actions and draws; several processes race, so that runs differ even so"""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -30,8 +30,9 @@ Departures from it: a time limit does not cut the return, it bootstraps from V o
 example cuts there: `--no-bootstrap-limits`); α and ε are those of the rollout's first step, as in the code of Schulman
 et al., where PFRL's are those of its last, so that the update that ends a run does next to nothing; losing a life does
 not end an episode; 0 to 30 no-ops, not 1 to 30; the first stack of a game has three black frames; a Gaussian's [-1, 1]
-is stretched to the bounds of the actions and clipped there; no recurrent networks. On CUDA PyTorch computes
-convolutions in TF32 unless told otherwise.
+is stretched to the bounds of the actions and clipped there; no recurrent networks. PFRL's examples have Discrete
+actions for images and a Gaussian for vectors; the other two pairs, made of the same parts, are ours. On CUDA
+PyTorch computes convolutions in TF32 unless told otherwise.
 """
 
 from __future__ import annotations

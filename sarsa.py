@@ -21,14 +21,16 @@ Where the sources differ or are silent, this file does the following:
   of the game they are `--target-interval 10000 --epsilon-steps 1000000`;
 - a process draws its final ε once, from {0.1, 0.01, 0.5} with probabilities {0.4, 0.3, 0.3};
 - the error is squared as it stands, no Huber loss and no clipping of the error, not even as an option; sums are sums;
-- α = 0.0007, ε = 0.1 inside the root, g from 0 and a clipping threshold of 40 are those of a3c.py;
+- α = 0.0007, ε = 0.1 inside the root and a clipping threshold of 40 are A3C's, by the author's e-mail, as public
+  reproductions report it; g starts from 0;
 - as in Algorithm 1, a process goes on counting its 5 steps where an episode ends;
 - an evaluated episode is played with ε = 0.05 on images and greedily on vectors; the paper does not say.
 
 Departures: the gradients of the 5 steps are taken together, on θ as it is at the update, not each on the θ of its step:
 alike for one process, which does not change θ in between; a time limit does not cut the return, it bootstraps from the
-final observation with an a' that is drawn but never taken; losing a life does not end an episode; 0 to 30 no-ops;
-one process a core, where the paper has 16. The paper has no vectors: the MLP and the preset `vector` are ours.
+final observation with an a' that is drawn but never taken; losing a life does not end an episode of Atari,
+108,000 frames do; 0 to 30 no-ops; one process a core, where the paper has 16: two have learned Pong with other
+constants (README). The paper has no vectors: the MLP and the preset `vector` are ours.
 Each process seeds its random stream with (seed, T at its start, its index), after --resume and a replacement as well.
 """
 

@@ -1,6 +1,6 @@
 """Runs a suite of trainings side by side and keeps one CSV a run: the proof that the trainers learn.
 
-    python benchmarks/learning.py small                             # into results/small, hours on two cores
+    python benchmarks/learning.py small                             # into results/small, three hours on two cores
     python benchmarks/learning.py mujoco --trainers ppo_batch --seeds 1 2
     python benchmarks/plot.py results/small                         # its curves and its table
 

@@ -1417,6 +1417,33 @@ def test_what_follows_an_update(here: None, tmp_path: Path, monkeypatch: pytest.
     assert len(published) > 10  # of some twenty requests of two actors each
 
 
+def test_importance_weights_of_a_run(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """w = (N P)^-0.4, divided by the largest of the batch: P of what the memory holds, β the same to the end."""
+    watch, update, n_updates = Watch(monkeypatch), apex.update, 0
+
+    def checked_update(model: Any, target_model: Any, optimizer: Any, batch: apex.Batch, *rest: Any) -> tuple:
+        nonlocal n_updates
+        n_updates += 1
+        priorities = watch.replay.tree[np.arange(watch.replay.tree.capacity)]
+        weights = ((priorities > 0).sum() * priorities[batch.indices] / priorities.sum()) ** -0.4
+        assert batch.weights.numpy() == pytest.approx(weights / weights.max(), rel=1e-5)
+        assert batch.weights.min() < 0.99
+        return update(model, target_model, optimizer, batch, *rest)
+
+    monkeypatch.setattr(apex, "update", checked_update)
+    flags = ["--env-id", "CartPole-v1", *TWO, "--replay-ratio", "2", "--capacity", "600"]
+    assert run(*flags, "--total-steps", "1200", "--run-dir", "r") == 0
+    assert n_updates == checkpoint(tmp_path / "r")["updates"] > 50
+
+
+def test_target_parameters_begin_as_the_parameters(here: None, tmp_path: Path) -> None:
+    """θ⁻ = θ before either has changed."""
+    flags = ["--env-id", "CartPole-v1", *TWO, "--learning-rate", "0", "--target-interval", "100000"]
+    assert run(*flags, "--total-steps", "400", "--run-dir", "r") == 0
+    state = checkpoint(tmp_path / "r")
+    assert state["updates"] > 0 and same(state["model"], state["target_model"])
+
+
 def test_replay_ratio_at_the_end(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What came last is learned from as well, or a short run falls far short of its ratio."""
     watch = Watch(monkeypatch)

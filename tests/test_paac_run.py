@@ -818,3 +818,32 @@ def test_learning(env: str, flags: list[str], goal: float, tmp_path: Path) -> No
     flags = [*flags, "--n-workers", "0", "--seed", "1", "--eval-episodes", "100", "--run-dir", "r"]
     assert run("--env-id", f"tests.paac_envs:{env}-v0", *flags) == 0
     assert summary(tmp_path / "r")["eval"]["mean"] > goal
+
+
+# ------------------------------------------------------------------------------------------------------- CUDA
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--env-id", "CartPole-v1"],
+        ["--env-id", "Pendulum-v1"],
+        ["--env-id", "PongNoFrameskip-v4", "--env-kwargs", '{"max_num_frames_per_episode": 160}'],
+        ["--env-id", "PongNoFrameskip-v4", "--env-kwargs", '{"max_num_frames_per_episode": 160}', "--bfloat16"],
+    ],
+    ids=["discrete", "continuous", "image", "bfloat16"],
+)
+def test_training_on_cuda(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted and resumed there; the checkpoint then serves on the CPU."""
+    flags = [*flags, *SMALL, "--n-workers", "0", "--eval-episodes", "2", "--device", "cuda"]
+    with monkeypatch.context() as patch:
+        stop_after(patch, updates=2)
+        assert run(*flags, "--total-steps", "400", "--run-dir", "r") == 130
+    before = checkpoint(tmp_path / "r")
+    assert run("--resume", "r") == 0
+    after = checkpoint(tmp_path / "r")
+    assert (before["updates"], after["updates"]) == (2, 20) and before["cuda_rng"] is not None
+    assert not same(before["model"], after["model"]) and all(x.isfinite().all() for x in after["model"].values())
+    assert run("--evaluate", "r", "--device", "cpu", "--eval-episodes", "3") == 0
+    assert summary(tmp_path / "r")["eval"]["episodes"] == 3
