@@ -338,7 +338,8 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     args.n_processes = pick_n_processes(args, checkpoint)
     finals, probs = args.epsilon_finals, args.epsilon_probs
     if not all(0 <= x <= 1 for x in (*finals, *probs)) or len(finals) != len(probs) or not math.isclose(sum(probs), 1):
-        raise UsageError(f"--epsilon-finals {finals} --epsilon-probs {probs}: a probability for each value is needed")
+        what = "as many probabilities as values, which add up to 1, all in [0, 1], are needed"
+        raise UsageError(f"--epsilon-finals {finals} --epsilon-probs {probs}: {what}")
     if checkpoint is None:
         make_run_dir(SCRIPT, args)
     return args, checkpoint

@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -111,6 +112,8 @@ def main() -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
     for run in args.runs:
+        if not ((run / "args.json").is_file() or (re.search(r"_\d+\.csv$", run.name) and run.is_file())):
+            sys.exit(f"curve.py: {run}: it is neither a run directory nor a CSV that ends in _<seed>.csv")
         if run.suffix == ".csv":
             seed, (_, rows) = int(run.stem.rpartition("_")[2]), read_csv(run)
         else:

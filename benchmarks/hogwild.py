@@ -72,19 +72,22 @@ def trainer_rate(args: Args, name: str, n_processes: int) -> float:
     rates: list[float] = []
 
     def watch(self: Team, run: Run) -> None:
-        while (self.counts < 200).any():
+        while (self.counts < 200).any() and not run.stopped:
             time.sleep(0.1)
         step, start = self.global_step, time.perf_counter()
-        time.sleep(args.seconds)
+        while time.perf_counter() - start < args.seconds and not run.stopped:
+            time.sleep(0.01)
         rates.append((self.global_step - step) / (time.perf_counter() - start))
 
     original, Team.watch = Team.watch, watch
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             flags = ["--env-id", args.env_id, "--n-processes", str(n_processes), "--run-dir", f"{folder}/run"]
-            importlib.import_module(name).main(flags)
+            status = importlib.import_module(name).main(flags)
     finally:
         Team.watch = original
+    if status:  # a failure, which has been told, or a signal that was meant for this program
+        sys.exit(status)
     return rates[0]
 
 

@@ -156,11 +156,13 @@ def trainer_rate(args: Args, name: str, n_envs: int, arch: str, split: bool) -> 
             flags = ["--env-id", args.env_id, "--run-dir", f"{folder}/run", "--arch", arch, "--device", args.device]
             flags += APEX_FLAGS if trainer is apex else ["--n-envs", str(n_envs)]
             with contextlib.redirect_stdout(io.StringIO()):
-                trainer.train(trainer.parse([*flags, *shlex.split(args.flags)])[0])
+                status = trainer.train(trainer.parse([*flags, *shlex.split(args.flags)])[0])
     finally:
         torch.set_num_threads(threads)
         for key, original in originals.items():
             setattr(trainer, key, original)
+    if len(marks) < 2 and status:  # a signal that was meant for this program
+        sys.exit(status)
     if len(marks) < 2:
         raise RuntimeError(f"{name} ended before {args.seconds:g} s could be measured; marks: {marks}")
     (start, first), (end, last) = marks

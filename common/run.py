@@ -146,6 +146,8 @@ def read_run(script: str, argv: list[str] | None, args: Any, fixed: tuple[str, .
             setattr(args, name, getattr(past, name))
         if getattr(args, name) != getattr(past, name):
             raise UsageError(f"{flag_and_value(args, name)}: {flag} {folder} has {getattr(past, name)}")
+    if args.resume and not all(checkpoint[key] for key in checkpoint if key.startswith("optimizer")):
+        raise UsageError(f"--resume {folder}: its checkpoint holds a network alone, for --evaluate")
     if args.resume and checkpoint["step"] >= args.total_steps:
         done = f"it has done {checkpoint['step']:,} of {args.total_steps:,} steps"
         raise UsageError(f"--resume {folder}: {done}; a larger --total-steps goes on from there")

@@ -311,7 +311,9 @@ def _work(
             else:
                 answer = environments.step()
     except Exception:
-        connection.send_bytes(pickle.dumps(_Failure(environments.current, traceback.format_exc())))
+        failure = _Failure(environments.current, traceback.format_exc())
+        with contextlib.suppress(ConnectionError):  # the parent has heard of another one by now
+            connection.send_bytes(pickle.dumps(failure))
     finally:
         environments.close()
 

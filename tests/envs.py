@@ -111,6 +111,15 @@ class LostEnv(FailingEnv):
     ERROR = BrokenPipeError
 
 
+class LateEnv(FailingEnv):
+    """Fails when its parent has heard of another one."""
+
+    def _fail(self, where: str) -> None:
+        if where == self.where:
+            time.sleep(0.5)
+        super()._fail(where)
+
+
 class NotFiniteEnv(CountingEnv):
     """Gives one number that is not finite: in the observation, the final observation or the reward."""
 

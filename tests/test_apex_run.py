@@ -832,13 +832,17 @@ def test_evaluate_adds_to_the_summary_and_touches_nothing_else(
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
-def test_evaluation_needs_the_network_alone(copied: Path) -> None:
+def test_evaluation_needs_the_network_alone(copied: Path, refused: Callable[..., str]) -> None:
     """So the checkpoint that is kept in results/ is a quarter of a whole one."""
     state = checkpoint(copied)
     del state["target_model"]
     torch.save(state | {"optimizer": {}}, copied / "checkpoint.pt")
     assert run("--evaluate", "copy", "--eval-episodes", "2") == 0
     assert summary(copied)["eval"]["episodes"] == 2
+    for steps in ("400", "9000"):  # whether it is complete or not
+        assert "--resume copy: its checkpoint holds a network alone" in refused(
+            "--resume", "copy", "--total-steps", steps
+        )
 
 
 def test_evaluation_of_a_run_without_enough_memory(copied: Path, memory: Callable[[float], None]) -> None:

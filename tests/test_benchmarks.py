@@ -320,6 +320,31 @@ def test_throughput(trainer: str, capsys: pytest.CaptureFixture, monkeypatch: py
         assert len(lines) == 1
 
 
+@pytest.mark.parametrize("trainer", ["paac", "sarsa"])
+def test_throughput_ends_with_a_signal(trainer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the trainer that is measured gets."""
+
+    def enter(run: common.run.Run) -> common.run.Run:
+        signal.raise_signal(signal.SIGTERM)
+        return run
+
+    monkeypatch.setattr(common.run.Run, "__enter__", enter)
+    monkeypatch.setattr(
+        sys, "argv", ["throughput.py", "--trainer", trainer, "--env-id", "CartPole-v1", "--seconds", "1"]
+    )
+    with pytest.raises(SystemExit) as ended:
+        throughput.main()
+    assert ended.value.code == 143
+
+
+def test_what_is_no_curve_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nothing.csv").write_text("step,seconds,episodic_return,SPS\n")
+    for name in ("nothing.csv", "nothing_1.csv", "nothing"):
+        monkeypatch.setattr(sys, "argv", ["curve.py", str(tmp_path / name), "--out", str(tmp_path / "out")])
+        with pytest.raises(SystemExit, match=f"curve.py: .*{name}: "):
+            curve.main()
+
+
 @pytest.mark.parametrize("trainer", ["ppo_batch", "a3c", "apex"])
 def test_scaling_stops_at_the_goal(trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pole that is pushed at random falls after 22 steps: 15 is there with the 100th episode."""

@@ -25,7 +25,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from common import vec_env
 from common.vec_env import VecEnv, WorkerError, enter_worker, find_spec, make_env, make_vec_env, start_worker
 from tests import envs as test_envs
-from tests.envs import CountingEnv, FailingEnv, LostEnv, NotFiniteEnv, RandomEnv, SlowEnv
+from tests.envs import CountingEnv, FailingEnv, LateEnv, LostEnv, NotFiniteEnv, RandomEnv, SlowEnv
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
@@ -310,6 +310,14 @@ def test_an_environment_that_raises_in_a_worker(where: str, capfd: pytest.Captur
     assert message.count(f"RuntimeError: broken in {where}") == 1
     assert "_fail" in message  # where it was raised
     assert "broken in" not in capfd.readouterr().err  # the worker does not print it a second time
+
+
+@needs_proc
+def test_environments_that_raise_in_two_workers(capfd: pytest.CaptureFixture[str]) -> None:
+    """The first is told, once; the other has nobody left to tell."""
+    with pytest.raises(WorkerError, match="worker 0, environment 0 of Failing-v0"):
+        drive([functools.partial(make, "step") for make in (FailingEnv, LateEnv)], n_workers=2)
+    assert not worker_pids() and capfd.readouterr().err == ""
 
 
 @needs_proc
