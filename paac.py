@@ -333,9 +333,7 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
             loss.backward()  # l. 16, 17
             grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             if not torch.isfinite(grad_norm):
-                raise FloatingPointError(
-                    f"step {step}: the loss is {loss.item()}, the norm of its gradient {grad_norm.item()}"
-                )
+                raise FloatingPointError(f"the loss is {loss.item()}, the norm of its gradient {grad_norm.item()}")
             step += args.n_envs * args.t_max  # l. 19, before l. 18: the code's α counts the steps of this rollout
             optimizer.param_groups[0]["lr"] = linear_decay(args.learning_rate, step, args.total_steps)
             optimizer.step()  # l. 18

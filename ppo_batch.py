@@ -417,7 +417,7 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                 checked = [x.isfinite().all() for x in (total_loss, total_norm, *model.parameters(), *model(obs))]
             if not torch.stack(checked).all():  # not after each minibatch: looking makes a GPU wait
                 raise FloatingPointError(
-                    f"step {run.step}: the losses add up to {total_loss.item()}, the norms of their gradients to "
+                    f"the losses add up to {total_loss.item()}, the norms of their gradients to "
                     f"{total_norm.item()}; where both are finite, the network is not"
                 )
             run.count_update(step, scalars | {"charts/learning_rate": lr})

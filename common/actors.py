@@ -54,9 +54,6 @@ class Link:
         self.parameters = torch.frombuffer(self.parameters, dtype=torch.float32)
         self.flags = np.frombuffer(self.flags, np.int64)
 
-    def when(self) -> str:
-        return ""
-
     def send(self, stream: int, chunk: Chunk) -> None:
         """Hand a chunk of an environment, the stream, to the learner. Waits while all slots are under way."""
         while not self.free or self.connection.poll():

@@ -33,9 +33,7 @@ class Crew:
         self.causes = [""] * n_processes  # tracebacks of those that could still say why they end
 
     def new_member(self, index: int) -> Any:
-        """What process `index` has of the crew; its `connect` takes its end of the pipe and makes `at_end`, its
-        `when` says how far it is, for messages.
-        """
+        """What process `index` has of the crew; its `connect` takes its end of the pipe and makes `at_end`."""
         raise NotImplementedError
 
     def __enter__(self) -> Any:
@@ -98,6 +96,6 @@ def _report(target: Callable, member: Any, arguments: tuple, name: str, connecti
     except Exception as error:
         with contextlib.suppress(OSError):  # the parent has closed its end already
             if isinstance(error, FloatingPointError):
-                connection.send(("diverged", f"{name}{member.when()}: {error}"))
+                connection.send(("diverged", f"{name}: {error}"))
             else:  # WorkerError: an environment's traceback is in it already
                 connection.send(("failed", str(error) if isinstance(error, WorkerError) else traceback.format_exc()))

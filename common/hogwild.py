@@ -55,9 +55,6 @@ class Worker:
         self.counts, self.parked, self.flags = (x.numpy() for x in (self.counts, self.parked, self.flags))
         self.global_step = int(self.counts.sum())
 
-    def when(self) -> str:
-        return f" at step {self.global_step}"
-
     def count_step(self, reward: float, done: bool) -> None:
         """T ← T + 1. Takes the raw reward as well, and tells the parent of an episode that ends."""
         self.counts[self.index] += 1

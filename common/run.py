@@ -451,6 +451,8 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, FloatingPointError):
+            error.args = (f"step {self.step:,}: {error}",)
         try:
             if kind is None or issubclass(kind, WorkerError):  # after any other failure the parameters may be damaged
                 self._finish()
