@@ -110,6 +110,7 @@ def main() -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
     for run in args.runs:
         if not ((run / "args.json").is_file() or (re.search(r"_\d+\.csv$", run.name) and run.is_file())):

@@ -89,7 +89,7 @@ def test_curve_of_a_run_and_of_what_it_became(tmp_path: Path, monkeypatch: pytes
             for i, step in enumerate(steps):
                 writer.add_scalar("charts/SPS", 10.0, step, walltime=1000 + 10 * i)
                 writer.add_scalar("charts/episodic_return", step / 100, step, walltime=1000 + 10 * i)
-    out, path = tmp_path / "out", tmp_path / "out_7.csv"
+    out, path = tmp_path / "new" / "out", tmp_path / "new" / "out_7.csv"
     flags = {"first": ["--header", "command: a"], "second": ["--append", "--header", "resumed: b"]}
     for name in flags:
         monkeypatch.setattr(sys, "argv", ["curve.py", str(tmp_path / name), "--out", str(out), *flags[name]])
