@@ -62,9 +62,10 @@ from common.actors import Actors, Chunk, Link
 from common.atari import STACK
 from common.evaluation import Policy
 from common.flags import RunArgs, UsageError, atari_or_vector, check_discrete, check_env, pick_arch, pick_device
+from common.processes import n_cores
 from common.replay import Batch, Replay, chunk_fields, fit_replay, frame_space, replay_bytes
 from common.run import Run, make_run_dir, read_args, run_script
-from common.vec_env import env_seed, make_vec_env, n_cores
+from common.vec_env import env_seed, make_vec_env
 
 SCRIPT = "apex"
 

@@ -52,8 +52,9 @@ from torch import Tensor, nn
 
 from common.evaluation import Policy, to_env
 from common.flags import RunArgs, check_env, check_range, check_rollout, pick_arch, pick_device
+from common.processes import n_cores
 from common.run import Run, make_run_dir, read_args, run_script
-from common.vec_env import env_seed, make_vec_env, n_cores
+from common.vec_env import env_seed, make_vec_env
 
 SCRIPT = "paac"
 

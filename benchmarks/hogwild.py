@@ -32,8 +32,9 @@ import tyro
 
 from common.atari import make_atari_env
 from common.hogwild import Team
+from common.processes import n_cores
 from common.run import Run
-from common.vec_env import make_vec_env, n_cores
+from common.vec_env import make_vec_env
 
 
 @dataclass

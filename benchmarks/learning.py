@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tyro
 
 from benchmarks.curve import read_curve, write_csv
-from common.vec_env import n_cores
+from common.processes import n_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 HOGWILD = ("a3c", "async_q", "nstep_q", "sarsa")

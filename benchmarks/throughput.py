@@ -46,8 +46,9 @@ import ppo_batch
 from benchmarks import hogwild
 from benchmarks.learning import HOGWILD, TRAINERS, Trainer
 from common.atari import is_atari
+from common.processes import n_cores
 from common.run import keep_freed_memory
-from common.vec_env import make_vec_env, n_cores
+from common.vec_env import make_vec_env
 
 N_ENVS = {"paac": 32, "ppo_batch": 8}  # of those that have the flag
 PEERS = {"paac": "SB3's A2C", "ppo_batch": "SB3's PPO", "a3c": "PFRL's A3C"}

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from common.processes import WorkerError, enter_worker, start_worker
 from common.run import Run, keep_freed_memory
-from common.vec_env import WorkerError, enter_worker, start_worker
 
 
 class Crew:

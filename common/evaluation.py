@@ -15,7 +15,9 @@ from PIL import Image
 from torch import Tensor
 
 from common.atari import is_atari
-from common.vec_env import env_seed, find_spec, make_env, make_vec_env, n_cores
+from common.envs import find_spec, make_env
+from common.processes import n_cores
+from common.vec_env import env_seed, make_vec_env
 
 MAX_EPISODE_STEPS = 27_000  # where an evaluated episode is cut if nothing else ends it: half an hour of Atari
 MAX_FRAMES = 3000  # of a GIF

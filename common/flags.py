@@ -22,7 +22,7 @@ import tyro
 from gymnasium import spaces
 from PIL import Image
 
-from common.vec_env import find_spec, make_env
+from common.envs import find_spec, make_env
 
 LARGEST = 3e38  # real number that a flag may have: float32 ends at 3.4e38
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from common.crew import Crew
 from common.flags import UsageError
+from common.processes import WorkerError, n_cores
 from common.run import Run, to_float
-from common.vec_env import WorkerError, n_cores
 
 POLL_INTERVAL = 0.05  # seconds between two looks of the parent
 REPORT_INTERVAL = 100  # updates of an actor-learner between two reports of its losses

@@ -15,15 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import math
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.resource_tracker
 import os
 import pickle
-import signal
-import sys
 import threading
 import time
 import traceback
@@ -35,19 +32,15 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import CloudpickleWrapper, batch_space, concatenate
 
-from common.atari import SCREEN, STACK, is_atari, make_atari_env, make_atari_vec_env
+from common.atari import is_atari, make_atari_vec_env
+from common.envs import find_spec, make_env
+from common.processes import WorkerError, enter_worker, n_cores, start_worker
 
 AWAKE_SECONDS = 0.001
-STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # the last when a terminal is closed
 ARRAY_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
-
-
-class WorkerError(RuntimeError):
-    """An environment failed or its worker died; the message names both."""
 
 
 class VecEnv(VectorEnv):
@@ -330,72 +323,6 @@ def _exchange(connection: multiprocessing.connection.Connection, answer: Any, aw
         return None
 
 
-class Lasting:
-    """Standard output or error that never fails: a run goes on where nobody reads any more what it prints."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115  # None where it was closed before we began
-        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # what the encoding of a terminal lacks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> None:
-        self._try(self.stream.write, text)
-
-    def flush(self) -> None:
-        self._try(self.stream.flush)
-
-    def _try(self, function: Callable, *arguments: str) -> None:
-        try:
-            function(*arguments)
-        except OSError:  # a pipe whose reader has ended, a closed terminal, a full disk: nothing more is written
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.stream.fileno())
-            os.close(null)
-
-
-def n_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def start_worker(target: Callable, arguments: tuple, name: str) -> tuple[multiprocessing.Process, Any]:
-    """Spawn `target(*arguments, connection)` and return the process and the other end of the connection.
-
-    The target is to call `enter_worker` first. The connection ends when the process does.
-    """
-    context = multiprocessing.get_context("spawn")
-    multiprocessing.resource_tracker.ensure_running()  # its start would unblock the signals again
-    ours, theirs = context.Pipe()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the worker has left our process group
-    try:
-        worker = context.Process(target=target, args=(*arguments, theirs), name=name, daemon=True)
-        worker.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    theirs.close()  # the worker's death must read as the end of the pipe
-    return worker, ours
-
-
-def enter_worker() -> None:
-    """In a process of `start_worker`: one thread of torch, no signals of the terminal, and death with the parent.
-
-    What it prints may be lost (see `Lasting`).
-    """
-    sys.stdout, sys.stderr = Lasting(sys.stdout), Lasting(sys.stderr)
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
-    os.setsid()  # Ctrl-C and `timeout` signal the whole group; only the parent shall answer
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # what came in the meantime is dropped
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # even in the middle of a step
-
-
 def _watch(workers: list, died: list[int], closing: threading.Event) -> None:
     """When one worker dies, end the others: the parent may be waiting for one that is busy for long."""
     sentinels = [worker.sentinel for worker in workers]
@@ -417,86 +344,6 @@ def _stop(workers: list, connections: list, closing: threading.Event) -> None:
         if worker.is_alive():
             worker.kill()
             worker.join()
-
-
-def find_spec(env_id: str) -> EnvSpec:
-    """The registered environment of an id; `module:Id` imports the module first, which registers it.
-
-    Raises:
-        gymnasium.error.Error: no such id, with the nearest one. ImportError: no such module.
-    """
-    if ":" in env_id:
-        module, env_id = env_id.split(":", 1)
-        importlib.import_module(module)
-    return gym.spec(env_id)
-
-
-def make_env(spec: EnvSpec, env_kwargs: dict | None = None, render_mode: str | None = None) -> gym.Env:
-    """One environment as trainers want it: observations are float32 vectors or (4, 84, 84) uint8
-    images, actions are Discrete from 0 or Box.
-
-    Discrete observations become one-hot vectors, a Dict of one Box becomes that Box, images are greyed, resized
-    and stacked, other arrays are flattened. Atari games: see `common.atari`.
-
-    Raises:
-        ValueError: an observation or action space of another kind.
-    """
-    if is_atari(spec):
-        return make_atari_env(spec.id, env_kwargs, render_mode)
-    try:
-        options = {"render_mode": render_mode} if render_mode else {}
-        env = gym.make(spec, disable_env_checker=True, **options, **(env_kwargs or {}))
-    except TypeError as error:
-        raise ValueError(f"{spec.id} does not take {env_kwargs}: {error}") from error
-    try:
-        return _adapt(env)
-    except ValueError:
-        env.close()
-        raise
-
-
-def _adapt(env: gym.Env) -> gym.Env:
-    """The wrappers of `make_env`. Raises ValueError where none would do."""
-    space = env.observation_space
-    if isinstance(space, spaces.Dict) and [type(part) for part in space.values()] == [spaces.Box]:
-        (key,) = space
-        space = space[key]
-        env = gym.wrappers.TransformObservation(env, lambda obs: obs[key], space)
-    if is_image(space):
-        if space.shape[2:] == (3,):
-            env = gym.wrappers.GrayscaleObservation(env)
-        else:
-            env = gym.wrappers.ReshapeObservation(env, space.shape[:2])
-        env = gym.wrappers.ResizeObservation(env, (SCREEN, SCREEN))
-        env = gym.wrappers.FrameStackObservation(env, STACK, padding_type="zero")
-    elif isinstance(space, spaces.Box | spaces.Discrete):
-        if isinstance(space, spaces.Discrete) or len(space.shape) != 1:
-            env = gym.wrappers.FlattenObservation(env)
-        if env.observation_space.dtype != np.float32:
-            float32 = spaces.Box(-np.inf, np.inf, env.observation_space.shape, np.float32)
-            env = gym.wrappers.TransformObservation(env, np.float32, float32)
-    else:
-        raise ValueError(
-            f"{env.spec.id} has the observation space {space}; Box, Discrete or a Dict of one Box is needed"
-        )
-    actions = env.action_space
-    if not isinstance(actions, spaces.Discrete | spaces.Box):
-        raise ValueError(f"{env.spec.id} has the action space {actions}; Discrete or Box is needed")
-    if isinstance(actions, spaces.Box) and 0 in actions.shape:
-        raise ValueError(f"{env.spec.id} has the action space {actions}, which is empty")
-    if isinstance(actions, spaces.Discrete) and actions.start != 0:
-        start = actions.start
-        env = gym.wrappers.TransformAction(env, lambda action: action + start, spaces.Discrete(actions.n))
-    return env
-
-
-def is_image(space: gym.Space) -> bool:
-    """Whether observations are pictures: uint8, height x width with 1 or 3 colours or none."""
-    return (
-        isinstance(space, spaces.Box)
-        and space.dtype == np.uint8
-        and (len(space.shape) == 2 or (len(space.shape) == 3 and space.shape[2] in (1, 3)))
-    )
 
 
 def env_seed(*key: int) -> int:

@@ -37,7 +37,7 @@ import common.replay
 import common.run
 from common.actors import Actors, Fields, Link
 from common.flags import check_env
-from common.vec_env import WorkerError
+from common.processes import WorkerError
 from tests import helpers
 from tests.helpers import check_files, checkpoint, same, squares, stop_after, summary, wait_for
 from tests.paac_envs import Bandit

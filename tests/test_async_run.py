@@ -31,7 +31,7 @@ import common.run
 import nstep_q
 import sarsa
 from common.hogwild import Team, Worker, hand_over, share
-from common.vec_env import enter_worker, start_worker
+from common.processes import enter_worker, start_worker
 from tests.helpers import (
     ENDLESS,
     check_files,

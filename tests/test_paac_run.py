@@ -26,12 +26,13 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
+import common.checkpoint
 import common.evaluation
 import common.flags
 import common.run
 import paac
 import ppo_batch
-from common.vec_env import find_spec, make_env
+from common.envs import find_spec, make_env
 from tests import helpers
 from tests.helpers import (
     ROOT,
@@ -732,7 +733,7 @@ def test_a_run_that_another_process_goes_on_with(
     flags = [*BANDIT, *SMALL, "--total-steps", "40", "--run-dir", "r"]
     assert run(*flags) == 0
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    code = "import common.run\nwith common.run.only_writer('r'): print(flush=True), input()"
+    code = "import common.checkpoint\nwith common.checkpoint.only_writer('r'): print(flush=True), input()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ
     ) as other:
@@ -776,7 +777,7 @@ def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(*arguments: Any) -> None:
         raise OSError("no locks available")
 
-    monkeypatch.setattr(common.run.fcntl, "flock", flock)
+    monkeypatch.setattr(common.checkpoint.fcntl, "flock", flock)
     assert run(*BANDIT, *SMALL, "--total-steps", "40", "--run-dir", "r") == 0
 
 

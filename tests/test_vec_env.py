@@ -23,7 +23,9 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from common import vec_env
-from common.vec_env import VecEnv, WorkerError, enter_worker, find_spec, make_env, make_vec_env, start_worker
+from common.envs import find_spec, make_env
+from common.processes import WorkerError, enter_worker, start_worker
+from common.vec_env import VecEnv, make_vec_env
 from tests import envs as test_envs
 from tests.envs import CountingEnv, FailingEnv, LateEnv, LostEnv, NotFiniteEnv, RandomEnv, SlowEnv
 
