@@ -90,7 +90,7 @@ def test_what_was_learned_can_be_loaded_as_the_readme_says() -> None:
     assert (result.returncode, result.stdout) == (0, "1 True\n"), result.stderr
 
 
-@pytest.mark.parametrize("kept", sorted(path.name for path in (ROOT / "results").glob("*pong_checkpoint")))
+@pytest.mark.parametrize("kept", sorted(path.name for path in (ROOT / "results").glob("*checkpoint")))
 def test_kept_checkpoints_are_those_of_the_present_trainers(kept: str, tmp_path: Path) -> None:
     """After the `cp` that the README has beside --evaluate."""
     pattern = rf"cp -r results/{kept} runs/([\w-]+) && python (\w+)\.py --evaluate runs/([\w-]+)"
