@@ -1,4 +1,4 @@
-"""What every trainer has around its algorithm: the run, its directory, checkpoints, progress and end.
+"""What every trainer has around its algorithm: the command line, the run, its progress and its end.
 
 `script` is the name of a trainer, `args` its flags (see `flags.py`).
 """
@@ -171,7 +171,7 @@ def keep_freed_memory() -> None:
         libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)
 
 
-# ------------------------------------------------------------------------------ run directory and checkpoints
+# --------------------------------------------------------------------------------------------------------- run
 
 
 def make_run_dir(script: str, args: Any) -> None:
