@@ -93,14 +93,25 @@ class Job:
 
 CATCH = "benchmarks.catch:Catch-v0"
 MUJOCO = [f"{task}-v5" for task in ("HalfCheetah", "Hopper", "Walker2d", "Swimmer", "Reacher")]
-# The only constants set here: those of Atari are for tens of millions of steps, and Catch is to be learned in 100,000;
-# PAAC's policy on Pendulum must not become certain too early; a3c.py's for Box actions were found on Pendulum, whose
-# rewards are far larger than MuJoCo's.
-Q_FLAGS = ("--learning-rate", "0.005", "--epsilon-steps", "50_000", "--target-interval", "2_000")
+GAMES = ("Amidar", "Centipede", "BeamRider", "Boxing", "Breakout", "MsPacman")  # of PAAC's Table 1
+GAMES += ("NameThisGame", "Pong", "Qbert", "Seaquest", "SpaceInvaders", "UpNDown")
+ATARI, PONG = [f"{game}NoFrameskip-v4" for game in GAMES], "PongNoFrameskip-v4"
+# The only constants set here. Those of Atari are for tens of millions of steps, and Catch is to be learned in 100,000,
+# games in ten million, by two processes or one actor on two cores (ppo_batch.py's are for that as they are); PAAC's
+# policy on Pendulum must not become certain too early; a3c.py's for Box actions were found on Pendulum, whose rewards
+# are far larger than MuJoCo's.
+Q_FLAGS = "--learning-rate 0.005 --epsilon-steps 50_000 --target-interval 2_000"
 A3C_MUJOCO = "--gamma 0.99 --learning-rate 1e-4 --rms-eps 1e-3 --reward-scale 0.1 --entropy-coef 1e-3"
-CONSTANTS = {(trainer, CATCH): Q_FLAGS for trainer in ("async_q", "nstep_q", "sarsa")}
-CONSTANTS |= {("a3c", CATCH): Q_FLAGS[:2], ("paac", "Pendulum-v1"): ("--entropy-coef", "0.01")}
-CONSTANTS |= {("a3c", env_id): tuple(A3C_MUJOCO.split()) for env_id in MUJOCO}
+TWO = "--rms-eps 1e-5 --learning-rate 3e-4"
+TWO_Q = f"{TWO} --epsilon-finals 0.1 0.02 --epsilon-probs 0.5 0.5 --epsilon-steps 1_000_000 --target-interval 10_000"
+ONE_ACTOR = "--learner-threads 2 --replay-ratio 8 --batch-size 64 --learning-rate 1e-4 --rms-eps 1e-10"
+CONSTANTS = {("paac", "Pendulum-v1"): "--entropy-coef 0.01", ("a3c", CATCH): "--learning-rate 0.005"}
+CONSTANTS |= {(trainer, CATCH): Q_FLAGS for trainer in ("async_q", "nstep_q", "sarsa")}
+CONSTANTS |= {("a3c", env_id): A3C_MUJOCO for env_id in MUJOCO}
+CONSTANTS |= {("paac", env_id): "--rms-eps 1e-10 --learning-rate 7e-4" for env_id in ATARI}
+CONSTANTS |= {("a3c", PONG): f"--t-max 20 {TWO}", ("nstep_q", PONG): f"--t-max 20 {TWO_Q}"}
+CONSTANTS |= {(trainer, PONG): f"--update-interval 20 {TWO_Q}" for trainer in ("async_q", "sarsa")}
+CONSTANTS |= {("apex", PONG): f"{ONE_ACTOR} --target-interval 500 --learning-starts 20_000 --capacity 200_000"}
 
 
 def job(trainer: str, env_id: str, total_steps: int, seed: int, cores: int) -> Job:
@@ -110,9 +121,9 @@ def job(trainer: str, env_id: str, total_steps: int, seed: int, cores: int) -> J
         flags, takes = ("--n-processes", "2"), 2
     elif trainer == "apex":
         flags, takes = ("--n-actors", "1"), 2
-    elif env_id.endswith("NoFrameskip-v4"):
-        flags, takes = (), cores  # by default, it takes them all
-    flags += CONSTANTS.get((trainer, env_id), ())
+    elif env_id in ATARI:
+        flags = ("--n-workers", "1")
+    flags += tuple(CONSTANTS.get((trainer, env_id), "").split())
     flags += ("--eval-episodes", "100") if env_id in MUJOCO else ()  # as PFRL's table
     return Job(trainer, env_id, total_steps, seed, flags, min(takes, cores))
 
@@ -131,9 +142,9 @@ def suite(name: str, seeds: Sequence[int], cores: int) -> list[Job]:
         tasks += [(trainer, CATCH, 100_000) for trainer in (*HOGWILD, "ppo_batch")]
     elif name == "mujoco":
         tasks += [(trainer, env_id, 2_000_000) for env_id in MUJOCO for trainer in ("ppo_batch", "a3c", "paac")]
-    else:  # the frames of a day on one GPU machine, not those of the papers
-        tasks += [(trainer, "PongNoFrameskip-v4", 10_000_000) for trainer in TRAINERS]
-        tasks += [(trainer, "BreakoutNoFrameskip-v4", 20_000_000) for trainer in TRAINERS]
+    else:
+        tasks += [(trainer, PONG, 720_000 if trainer == "apex" else 10_000_000) for trainer in TRAINERS]
+        tasks += [("paac", env_id, 10_000_000) for env_id in ATARI if env_id != PONG]
     return [job(*task, seed, cores) for seed in seeds for task in tasks]
 
 

@@ -24,22 +24,23 @@ import numpy as np
 import tyro
 
 from benchmarks.curve import read_table
-from benchmarks.learning import TRAINERS, file_name
+from benchmarks.learning import ATARI, PONG, TRAINERS, file_name
 
 RESAMPLES = 2000
-PONG = "PongNoFrameskip-v4"
-PUBLISHED = {
+ARCH_NIPS = (701.8, 5747.3, 4062.0, 99.6, 470.1, 2194.7)  # in Table 1 of PAAC's paper
+ARCH_NIPS += (9743.7, 20.6, 16561.7, 1754.0, 1077.3, 88105.3)
+PUBLISHED = {("paac", env_id): f"{score} (115M steps)" for env_id, score in zip(ATARI, ARCH_NIPS, strict=True)}
+PUBLISHED |= {
+    ("a3c", PONG): "20.9 (80M steps)",  # PFRL, the best of the intermediate evaluations
+    ("ppo_batch", PONG): "20.7 (10M steps)",  # the paper, training episodes
+    ("apex", PONG): "20.9 (5.7G steps)",  # the paper
     ("ppo_batch", "HalfCheetah-v5"): "1986 ± 175",  # PFRL, v2 models
     ("ppo_batch", "Hopper-v5"): "2793 ± 65",
     ("ppo_batch", "Walker2d-v5"): "2873 ± 138",
     ("ppo_batch", "Swimmer-v5"): "125 ± 11",
-    ("paac", PONG): "20.6",  # Table 1 of the paper, arch_nips
     ("paac", "HalfCheetah-v5"): "3041 (A2C)",  # rl-baselines3-zoo, one run of a million steps, v3 models
     ("paac", "Hopper-v5"): "733 (A2C)",
     ("paac", "Swimmer-v5"): "201 (A2C)",
-    ("a3c", PONG): "20.9",  # PFRL, the best of the intermediate evaluations
-    ("ppo_batch", PONG): "20.7",  # the paper, training episodes
-    ("apex", PONG): "20.9",  # the paper
 }
 
 STYLES = dict(zip(TRAINERS, ("C0-", "C1-", "C2-", "C3--", "C4-.", "C5-", "C9-"), strict=True))  # in every picture
@@ -131,7 +132,7 @@ def picture(env_id: str, results: dict[str, list[Result]], path: Path, window: f
                     grid, *bootstrap_interval(curves, interquartile_mean), color=line.get_color(), alpha=0.2
                 )
     axes[0].set(xlabel="agent steps", ylabel="return of training episodes", xlim=(0, None))
-    axes[0].xaxis.set_major_formatter(lambda x, position: f"{x:,.0f}")
+    axes[0].xaxis.set_major_formatter(lambda x, position: f"{x / 1e6:g}M" if x >= 1e6 else f"{x:,.0f}")
     axes[0].locator_params(axis="x", nbins=5)
     axes[1].set(xlabel="seconds", xlim=(0, None))
     axes[1].legend(title="trainer (seeds)", loc="upper left", bbox_to_anchor=(1.01, 1))
@@ -142,28 +143,35 @@ def picture(env_id: str, results: dict[str, list[Result]], path: Path, window: f
 
 
 def table(tasks: dict[str, dict[str, list[Result]]]) -> str:
-    """Markdown: a line for each task and trainer, with the standard error of the mean over seeds."""
+    """Markdown: a line for each task and trainer, with the standard error of the mean over seeds.
+
+    The mean of one seed, and the interval of fewer than three, are left out. A score that is lower than what was
+    published says so.
+    """
     lines = [
-        "| task | trainer | steps | minutes | interquartile mean [95 %] | mean ± s.e. | each seed | published |",
-        "|---|---|---|---|---|---|---|---|",
+        "| task | trainer | steps | minutes | interquartile mean [95 %] | mean ± s.e. | each seed | published | ours |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for env_id, trainers in tasks.items():
         for trainer, runs in trainers.items():
             scores = np.array([run.score for run in runs])
-            interval = error = ""  # of one seed
+            middle = mean = ""
             if len(scores) > 1:
+                mean = f"{scores.mean():.1f} ± {scores.std(ddof=1) / np.sqrt(len(scores)):.1f}"
+            if len(scores) > 2:
                 low, high = bootstrap_interval(scores, interquartile_mean)
-                interval = f" [{low:.1f}, {high:.1f}]"
-                error = f" ± {scores.std(ddof=1) / np.sqrt(len(scores)):.1f}"
+                middle = f"{interquartile_mean(scores):.1f} [{low:.1f}, {high:.1f}]"
+            published = PUBLISHED.get((trainer, env_id), "")
             cells = [
-                env_id,
+                env_id.rpartition(":")[2].removesuffix("NoFrameskip-v4"),
                 f"`{trainer}.py`",
                 f"{max(run.steps[-1] for run in runs):,.0f}",
                 f"{np.mean([float(run.header['seconds']) for run in runs]) / 60:.1f}",
-                f"{interquartile_mean(scores):.1f}{interval}",
-                f"{scores.mean():.1f}{error}",
+                middle,
+                mean,
                 ", ".join(f"{score:.1f}" for score in scores),
-                PUBLISHED.get((trainer, env_id), ""),
+                published,
+                "lower" if published and scores.mean() < float(published.split()[0]) else "",
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
