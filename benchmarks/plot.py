@@ -112,6 +112,11 @@ def curve(x: np.ndarray, returns: np.ndarray, grid: np.ndarray, window: float) -
     return np.interp(grid, x, means, left=np.nan)
 
 
+def short_name(env_id: str) -> str:
+    """A task as the tables and pictures name it."""
+    return env_id.rpartition(":")[2].removesuffix("NoFrameskip-v4")
+
+
 def picture(env_id: str, results: dict[str, list[Result]], path: Path, window: float) -> None:
     import matplotlib
 
@@ -125,18 +130,21 @@ def picture(env_id: str, results: dict[str, list[Result]], path: Path, window: f
             grid = np.linspace(0, end, 200)
             curves = np.stack([curve(getattr(run, column), run.returns, grid, window * end) for run in runs])
             known = ~np.isnan(curves).any(axis=0)
-            grid, curves = grid[known], curves[:, known]
-            (line,) = axis.plot(grid, interquartile_mean(curves), STYLES[trainer], label=f"{trainer} ({len(runs)})")
-            if len(runs) > 1:
-                axis.fill_between(
-                    grid, *bootstrap_interval(curves, interquartile_mean), color=line.get_color(), alpha=0.2
-                )
+            grid, curves, style = grid[known], curves[:, known], STYLES[trainer]
+            few = len(runs) < 3  # each of them is drawn
+            lines = axis.plot(grid, curves.T if few else interquartile_mean(curves), style, linewidth=1 if few else 1.5)
+            lines[0].set_label(f"{trainer} ({len(runs)})")
+            if not few:
+                low, high = bootstrap_interval(curves, interquartile_mean)
+                axis.fill_between(grid, low, high, color=lines[0].get_color(), alpha=0.2)
     axes[0].set(xlabel="agent steps", ylabel="return of training episodes", xlim=(0, None))
     axes[0].xaxis.set_major_formatter(lambda x, position: f"{x / 1e6:g}M" if x >= 1e6 else f"{x:,.0f}")
     axes[0].locator_params(axis="x", nbins=5)
     axes[1].set(xlabel="seconds", xlim=(0, None))
     axes[1].legend(title="trainer (seeds)", loc="upper left", bbox_to_anchor=(1.01, 1))
-    figure.suptitle(f"{env_id}: interquartile mean over seeds, 95 % bootstrap interval")
+    figure.suptitle(
+        f"{short_name(env_id)}: interquartile mean over seeds, 95 % bootstrap interval; of one or two each seed"
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
@@ -145,13 +153,11 @@ def picture(env_id: str, results: dict[str, list[Result]], path: Path, window: f
 def table(tasks: dict[str, dict[str, list[Result]]]) -> str:
     """Markdown: a line for each task and trainer, with the standard error of the mean over seeds.
 
-    The mean of one seed, and the interval of fewer than three, are left out. A score that is lower than what was
-    published says so.
+    The mean of one seed and the interval of fewer than three are left out, and so are columns that stay empty.
+    Beside a published score it is said if ours is lower.
     """
-    lines = [
-        "| task | trainer | steps | minutes | interquartile mean [95 %] | mean ± s.e. | each seed | published | ours |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    columns = "task, trainer, steps, minutes, interquartile mean [95 %], mean ± s.e., each seed, published"
+    rows = [columns.split(", ")]
     for env_id, trainers in tasks.items():
         for trainer, runs in trainers.items():
             scores = np.array([run.score for run in runs])
@@ -162,8 +168,10 @@ def table(tasks: dict[str, dict[str, list[Result]]]) -> str:
                 low, high = bootstrap_interval(scores, interquartile_mean)
                 middle = f"{interquartile_mean(scores):.1f} [{low:.1f}, {high:.1f}]"
             published = PUBLISHED.get((trainer, env_id), "")
+            if published and scores.mean() < float(published.split()[0]):
+                published += "; ours lower"
             cells = [
-                env_id.rpartition(":")[2].removesuffix("NoFrameskip-v4"),
+                short_name(env_id),
                 f"`{trainer}.py`",
                 f"{max(run.steps[-1] for run in runs):,.0f}",
                 f"{np.mean([float(run.header['seconds']) for run in runs]) / 60:.1f}",
@@ -171,10 +179,11 @@ def table(tasks: dict[str, dict[str, list[Result]]]) -> str:
                 mean,
                 ", ".join(f"{score:.1f}" for score in scores),
                 published,
-                "lower" if published and scores.mean() < float(published.split()[0]) else "",
             ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            rows.append(cells)
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    lines = [f"| {' | '.join(cells)} |" for cells in zip(*columns, strict=True)]
+    return "\n".join([lines[0], "|---" * len(columns) + "|", *lines[1:]])
 
 
 def short_table(tasks: dict[str, dict[str, list[Result]]]) -> str:

@@ -272,14 +272,19 @@ def test_pictures_and_table(tmp_path: Path, capsys: pytest.CaptureFixture, monke
     monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path), "--readme", str(readme)])
     assert plot.main() == 0
     assert (tmp_path / "Task-v0.png").stat().st_size > 10_000
-    assert "| Task-v0 | `paac.py` | 9 | 1.5 |  | 5.0 ± 2.5 | 7.5, 2.5 |  |  |" in readme.read_text()
+    assert readme.read_text().splitlines()[1:-1] == [
+        "| task | trainer | steps | minutes | mean ± s.e. | each seed |",
+        "|---|---|---|---|---|---|",
+        "| Task-v0 | `paac.py` | 9 | 1.5 | 5.0 ± 2.5 | 7.5, 2.5 |",
+    ]
     swimmer = plot.Result({"evaluation": json.dumps(EVALUATION), "seconds": "60"}, *np.ones((3, 1)))
     lower = plot.Result({"evaluation": json.dumps(EVALUATION | {"mean": 2.5})}, *np.ones((3, 1)))
-    assert plot.table({"Swimmer-v5": {"ppo_batch": [swimmer]}}).endswith("| 1.0 |  |  | 7.5 | 125 ± 11 | lower |")
-    three = {"m:PongNoFrameskip-v4": {"paac": [swimmer, swimmer, swimmer]}}
-    assert plot.table(three).endswith(
-        "| Pong | `paac.py` | 1 | 1.0 | 7.5 [7.5, 7.5] | 7.5 ± 0.0 | 7.5, 7.5, 7.5 |  |  |"
-    )
+    assert plot.table({"Swimmer-v5": {"ppo_batch": [swimmer]}}).endswith("| 1.0 | 7.5 | 125 ± 11; ours lower |")
+    three = plot.table({"m:PongNoFrameskip-v4": {"sarsa": [swimmer] * 3}, plot.PONG: {"paac": [swimmer]}})
+    assert three.splitlines()[2:] == [
+        "| Pong | `sarsa.py` | 1 | 1.0 | 7.5 [7.5, 7.5] | 7.5 ± 0.0 | 7.5, 7.5, 7.5 |  |",
+        "| Pong | `paac.py` | 1 | 1.0 |  |  | 7.5 | 20.6 (115M steps); ours lower |",
+    ]
     tasks = {"Swimmer-v5": {"ppo_batch": [swimmer], "a3c": [lower]}, "Task-v0": {"ppo_batch": [swimmer, lower]}}
     assert plot.short_table(tasks).splitlines() == [
         "| | Swimmer-v5 | Task-v0 |",
