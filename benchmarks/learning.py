@@ -95,23 +95,26 @@ CATCH = "benchmarks.catch:Catch-v0"
 MUJOCO = [f"{task}-v5" for task in ("HalfCheetah", "Hopper", "Walker2d", "Swimmer", "Reacher")]
 GAMES = ("Amidar", "Centipede", "BeamRider", "Boxing", "Breakout", "MsPacman")  # of PAAC's Table 1
 GAMES += ("NameThisGame", "Pong", "Qbert", "Seaquest", "SpaceInvaders", "UpNDown")
-ATARI, PONG = [f"{game}NoFrameskip-v4" for game in GAMES], "PongNoFrameskip-v4"
-# The only constants set here. Those of Atari are for tens of millions of steps, and Catch is to be learned in 100,000,
-# games in ten million, by two processes or one actor on two cores (ppo_batch.py's are for that as they are); PAAC's
-# policy on Pendulum must not become certain too early; a3c.py's for Box actions were found on Pendulum, whose rewards
-# are far larger than MuJoCo's.
-Q_FLAGS = "--learning-rate 0.005 --epsilon-steps 50_000 --target-interval 2_000"
+ATARI = [f"{game}NoFrameskip-v4" for game in GAMES]
+PONG = "PongNoFrameskip-v4"
+# The only constants set here. The trainers' own for Atari are for tens of millions of steps and many cores; Catch is to
+# be learned in 100,000 steps, games in ten million on one core or two (ppo_batch.py's own do that). PAAC's were found
+# on Breakout; its policy on Pendulum must not become certain too early. a3c.py's for Box actions were found on
+# Pendulum, whose rewards are far larger than MuJoCo's.
+CATCH_Q = "--learning-rate 0.005 --epsilon-steps 50_000 --target-interval 2_000"
 A3C_MUJOCO = "--gamma 0.99 --learning-rate 1e-4 --rms-eps 1e-3 --reward-scale 0.1 --entropy-coef 1e-3"
-TWO = "--rms-eps 1e-5 --learning-rate 3e-4"
-TWO_Q = f"{TWO} --epsilon-finals 0.1 0.02 --epsilon-probs 0.5 0.5 --epsilon-steps 1_000_000 --target-interval 10_000"
-ONE_ACTOR = "--learner-threads 2 --replay-ratio 8 --batch-size 64 --learning-rate 1e-4 --rms-eps 1e-10"
+PONG_HOGWILD = "--rms-eps 1e-5 --learning-rate 3e-4"
+PONG_Q = f"{PONG_HOGWILD} --epsilon-finals 0.1 0.02 --epsilon-probs 0.5 0.5 --epsilon-steps 1_000_000"
+PONG_Q += " --target-interval 10_000"
+PONG_APEX = "--learner-threads 2 --replay-ratio 8 --batch-size 64 --learning-rate 1e-4 --rms-eps 1e-10"
+PONG_APEX += " --target-interval 500 --learning-starts 20_000 --capacity 200_000"
 CONSTANTS = {("paac", "Pendulum-v1"): "--entropy-coef 0.01", ("a3c", CATCH): "--learning-rate 0.005"}
-CONSTANTS |= {(trainer, CATCH): Q_FLAGS for trainer in ("async_q", "nstep_q", "sarsa")}
+CONSTANTS |= {(trainer, CATCH): CATCH_Q for trainer in ("async_q", "nstep_q", "sarsa")}
 CONSTANTS |= {("a3c", env_id): A3C_MUJOCO for env_id in MUJOCO}
 CONSTANTS |= {("paac", env_id): "--rms-eps 1e-10 --learning-rate 7e-4" for env_id in ATARI}
-CONSTANTS |= {("a3c", PONG): f"--t-max 20 {TWO}", ("nstep_q", PONG): f"--t-max 20 {TWO_Q}"}
-CONSTANTS |= {(trainer, PONG): f"--update-interval 20 {TWO_Q}" for trainer in ("async_q", "sarsa")}
-CONSTANTS |= {("apex", PONG): f"{ONE_ACTOR} --target-interval 500 --learning-starts 20_000 --capacity 200_000"}
+CONSTANTS |= {("a3c", PONG): f"--t-max 20 {PONG_HOGWILD}", ("nstep_q", PONG): f"--t-max 20 {PONG_Q}"}
+CONSTANTS |= {(trainer, PONG): f"--update-interval 20 {PONG_Q}" for trainer in ("async_q", "sarsa")}
+CONSTANTS |= {("apex", PONG): PONG_APEX}
 
 
 def job(trainer: str, env_id: str, total_steps: int, seed: int, cores: int) -> Job:
@@ -142,7 +145,7 @@ def suite(name: str, seeds: Sequence[int], cores: int) -> list[Job]:
         tasks += [(trainer, CATCH, 100_000) for trainer in (*HOGWILD, "ppo_batch")]
     elif name == "mujoco":
         tasks += [(trainer, env_id, 2_000_000) for env_id in MUJOCO for trainer in ("ppo_batch", "a3c", "paac")]
-    else:
+    else:  # atari; Ape-X's 720,000 take as long as the others' ten million
         tasks += [(trainer, PONG, 720_000 if trainer == "apex" else 10_000_000) for trainer in TRAINERS]
         tasks += [("paac", env_id, 10_000_000) for env_id in ATARI if env_id != PONG]
     return [job(*task, seed, cores) for seed in seeds for task in tasks]

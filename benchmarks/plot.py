@@ -4,8 +4,9 @@
     python benchmarks/plot.py results/small --readme README.md results/README.md       # and into these, between marks
 
 A picture for each task: the return of training episodes against steps and against seconds, for each trainer the
-interquartile mean over its seeds and its 95 % bootstrap interval (Agarwal et al. 2021). The table has the same of the
-evaluations at the end, and beside them what was published for the task; results/README.md says under which protocol.
+interquartile mean over its seeds and its 95 % bootstrap interval (Agarwal et al. 2021), of one or two seeds each. The
+table has the same of the evaluations at the end, and beside them what was published for the task; results/README.md
+says under which protocol.
 It goes between <!-- begin small --> and <!-- end small -->, a short one of the means between `scores of small`.
 """
 
@@ -24,24 +25,28 @@ import numpy as np
 import tyro
 
 from benchmarks.curve import read_table
-from benchmarks.learning import ATARI, PONG, TRAINERS, file_name
+from benchmarks.learning import PONG, TRAINERS, file_name
 
 RESAMPLES = 2000
-ARCH_NIPS = (701.8, 5747.3, 4062.0, 99.6, 470.1, 2194.7)  # in Table 1 of PAAC's paper
-ARCH_NIPS += (9743.7, 20.6, 16561.7, 1754.0, 1077.3, 88105.3)
-PUBLISHED = {("paac", env_id): f"{score} (115M steps)" for env_id, score in zip(ATARI, ARCH_NIPS, strict=True)}
-PUBLISHED |= {
-    ("a3c", PONG): "20.9 (80M steps)",  # PFRL, the best of the intermediate evaluations
-    ("ppo_batch", PONG): "20.7 (10M steps)",  # the paper, training episodes
-    ("apex", PONG): "20.9 (5.7G steps)",  # the paper
-    ("ppo_batch", "HalfCheetah-v5"): "1986 ± 175",  # PFRL, v2 models
-    ("ppo_batch", "Hopper-v5"): "2793 ± 65",
-    ("ppo_batch", "Walker2d-v5"): "2873 ± 138",
-    ("ppo_batch", "Swimmer-v5"): "125 ± 11",
-    ("paac", "HalfCheetah-v5"): "3041 (A2C)",  # rl-baselines3-zoo, one run of a million steps, v3 models
-    ("paac", "Hopper-v5"): "733 (A2C)",
-    ("paac", "Swimmer-v5"): "201 (A2C)",
+# What was published: the number that ours is compared with, and after how many steps or by whom.
+PUBLISHED: dict[tuple[str, str], list[tuple[str, str]]] = {
+    ("a3c", PONG): [("20.9", "80M steps")],  # PFRL, the best of the intermediate evaluations
+    ("ppo_batch", PONG): [("20.7", "10M steps")],  # Schulman et al., training episodes
+    ("apex", PONG): [("20.9", "5.7G steps")],  # the paper
+    ("ppo_batch", "HalfCheetah-v5"): [("1986", "± 175")],  # PFRL, v2 models
+    ("ppo_batch", "Hopper-v5"): [("2793", "± 65")],
+    ("ppo_batch", "Walker2d-v5"): [("2873", "± 138")],
+    ("ppo_batch", "Swimmer-v5"): [("125", "± 11")],
+    ("paac", "HalfCheetah-v5"): [("3041", "A2C")],  # rl-baselines3-zoo, one run of a million steps, v3 models
+    ("paac", "Hopper-v5"): [("733", "A2C")],
+    ("paac", "Swimmer-v5"): [("201", "A2C")],
 }
+PAAC = "Amidar 701.8, Centipede 5747.3, BeamRider 4062.0, Boxing 99.6, Breakout 470.1, MsPacman 2194.7, "  # arch_nips
+PAAC += "NameThisGame 9743.7, Pong 20.6, Qbert 16561.7, Seaquest 1754.0, SpaceInvaders 1077.3, UpNDown 88105.3"
+A2C = "BeamRider 2890, Breakout 280, Pong 17.3, Qbert 3882, Seaquest 1721, SpaceInvaders 627"  # rl-baselines3-zoo
+for scores, after in ((PAAC, "115M steps"), (A2C, "A2C, 10M steps")):
+    for game, score in (pair.split() for pair in scores.split(", ")):
+        PUBLISHED.setdefault(("paac", f"{game}NoFrameskip-v4"), []).append((score, after))
 
 STYLES = dict(zip(TRAINERS, ("C0-", "C1-", "C2-", "C3--", "C4-.", "C5-", "C9-"), strict=True))  # in every picture
 
@@ -125,26 +130,29 @@ def picture(env_id: str, results: dict[str, list[Result]], path: Path, window: f
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
     for trainer, runs in results.items():
+        groups = [runs] if len(runs) > 2 else [[run] for run in runs]  # of one or two seeds each is drawn
         for axis, column in zip(axes, ("steps", "seconds"), strict=True):
-            end = min(getattr(run, column)[-1] for run in runs)  # where the first of the seeds ends
-            grid = np.linspace(0, end, 200)
-            curves = np.stack([curve(getattr(run, column), run.returns, grid, window * end) for run in runs])
-            known = ~np.isnan(curves).any(axis=0)
-            grid, curves, style = grid[known], curves[:, known], STYLES[trainer]
-            few = len(runs) < 3  # each of them is drawn
-            lines = axis.plot(grid, curves.T if few else interquartile_mean(curves), style, linewidth=1 if few else 1.5)
-            lines[0].set_label(f"{trainer} ({len(runs)})")
-            if not few:
-                low, high = bootstrap_interval(curves, interquartile_mean)
-                axis.fill_between(grid, low, high, color=lines[0].get_color(), alpha=0.2)
+            for group in groups:
+                end = min(getattr(run, column)[-1] for run in group)  # where the first of the seeds ends
+                grid = np.linspace(0, end, 200)
+                curves = np.stack([curve(getattr(run, column), run.returns, grid, window * end) for run in group])
+                known = ~np.isnan(curves).any(axis=0)
+                grid, curves = grid[known], curves[:, known]
+                (line,) = axis.plot(
+                    grid, interquartile_mean(curves), STYLES[trainer], linewidth=1.5 if len(group) > 1 else 1
+                )
+                if len(group) > 1:
+                    low, high = bootstrap_interval(curves, interquartile_mean)
+                    axis.fill_between(grid, low, high, color=line.get_color(), alpha=0.2)
+            line.set_label(f"{trainer} ({len(runs)})")
     axes[0].set(xlabel="agent steps", ylabel="return of training episodes", xlim=(0, None))
-    axes[0].xaxis.set_major_formatter(lambda x, position: f"{x / 1e6:g}M" if x >= 1e6 else f"{x:,.0f}")
+    millions = axes[0].get_xlim()[1] > 1e6
+    axes[0].xaxis.set_major_formatter(lambda x, position: f"{x / 1e6:g}M" if millions else f"{x:,.0f}")
     axes[0].locator_params(axis="x", nbins=5)
     axes[1].set(xlabel="seconds", xlim=(0, None))
     axes[1].legend(title="trainer (seeds)", loc="upper left", bbox_to_anchor=(1.01, 1))
-    figure.suptitle(
-        f"{short_name(env_id)}: interquartile mean over seeds, 95 % bootstrap interval; of one or two each seed"
-    )
+    many = "; three seeds or more: interquartile mean, 95 % bootstrap interval"
+    figure.suptitle(short_name(env_id) + (many if any(len(runs) > 2 for runs in results.values()) else ""))
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
@@ -153,11 +161,11 @@ def picture(env_id: str, results: dict[str, list[Result]], path: Path, window: f
 def table(tasks: dict[str, dict[str, list[Result]]]) -> str:
     """Markdown: a line for each task and trainer, with the standard error of the mean over seeds.
 
-    The mean of one seed and the interval of fewer than three are left out, and so are columns that stay empty.
-    Beside a published score it is said if ours is lower.
+    Steps are those of the longest seed, minutes their mean. The mean of one seed and the interval of fewer than three
+    are left out, and so are columns that stay empty. Beside a published score it is said if the mean of ours is lower.
     """
-    columns = "task, trainer, steps, minutes, interquartile mean [95 %], mean ± s.e., each seed, published"
-    rows = [columns.split(", ")]
+    titles = "task, trainer, steps, minutes, interquartile mean [95 %], mean ± s.e., each seed, published"
+    rows = [titles.split(", ")]
     for env_id, trainers in tasks.items():
         for trainer, runs in trainers.items():
             scores = np.array([run.score for run in runs])
@@ -167,9 +175,9 @@ def table(tasks: dict[str, dict[str, list[Result]]]) -> str:
             if len(scores) > 2:
                 low, high = bootstrap_interval(scores, interquartile_mean)
                 middle = f"{interquartile_mean(scores):.1f} [{low:.1f}, {high:.1f}]"
-            published = PUBLISHED.get((trainer, env_id), "")
-            if published and scores.mean() < float(published.split()[0]):
-                published += "; ours lower"
+            published = []
+            for number, note in PUBLISHED.get((trainer, env_id), []):
+                published.append(f"{number} ({note})" + ("; ours lower" if scores.mean() < float(number) else ""))
             cells = [
                 short_name(env_id),
                 f"`{trainer}.py`",
@@ -178,17 +186,17 @@ def table(tasks: dict[str, dict[str, list[Result]]]) -> str:
                 middle,
                 mean,
                 ", ".join(f"{score:.1f}" for score in scores),
-                published,
+                "; ".join(published),
             ]
             rows.append(cells)
-    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    lines = [f"| {' | '.join(cells)} |" for cells in zip(*columns, strict=True)]
-    return "\n".join([lines[0], "|---" * len(columns) + "|", *lines[1:]])
+    kept = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    lines = [f"| {' | '.join(cells)} |" for cells in zip(*kept, strict=True)]
+    return "\n".join([lines[0], "|---" * len(kept) + "|", *lines[1:]])
 
 
 def short_table(tasks: dict[str, dict[str, list[Result]]]) -> str:
     """Markdown: a line for each trainer, a column for each task; the mean over seeds, the lowest and the highest."""
-    lines = [f"| | {' | '.join(tasks)} |", "|---" * (len(tasks) + 1) + "|"]
+    lines = [f"| | {' | '.join(map(short_name, tasks))} |", "|---" * (len(tasks) + 1) + "|"]
     for trainer in (name for name in TRAINERS if any(name in results for results in tasks.values())):
         cells = []
         for results in tasks.values():
@@ -198,9 +206,10 @@ def short_table(tasks: dict[str, dict[str, list[Result]]]) -> str:
                 cell = f"{scores.mean():.1f} ({len(scores)} seeds, {scores.min():.1f} to {scores.max():.1f})"
             cells.append(cell)
         lines.append(f"| `{trainer}.py` | {' | '.join(cells)} |")
-        published = [PUBLISHED.get((trainer, env_id), "") for env_id in tasks]
+        published = [PUBLISHED.get((trainer, env_id), []) for env_id in tasks]
         if any(published):
-            lines.append(f"| published | {' | '.join(published)} |")
+            cells = ["; ".join(f"{number} ({note})" for number, note in scores) for scores in published]
+            lines.append(f"| published | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -232,8 +241,9 @@ def main() -> int:
         if not tasks:
             raise ValueError(f"{args.folder} holds no CSV of benchmarks/learning.py")
         new = {args.folder.name: table(tasks), f"scores of {args.folder.name}": short_table(tasks)}
-        for path in args.readme:
-            path.write_text(replace_tables(path.read_text(), new))
+        texts = {path: replace_tables(path.read_text(), new) for path in args.readme}
+        for path, text in texts.items():
+            path.write_text(text)
     except (ValueError, OSError) as error:
         print(f"plot.py: {error}", file=sys.stderr)
         return 2

@@ -143,6 +143,10 @@ def test_jobs_of_a_suite_fit_and_differ(name: str, cores: int, tmp_path: Path, m
         assert args.eval_episodes == (100 if name == "mujoco" else 30)
 
 
+def test_published_scores_are_of_games_that_run() -> None:
+    assert {env_id for _, env_id in plot.PUBLISHED if env_id.endswith("-v4")} == set(learning.ATARI)
+
+
 def test_small_suite_has_every_trainer_on_cartpole() -> None:
     jobs = learning.suite("small", (1,), 2)
     assert {job.trainer for job in jobs if job.env_id == "CartPole-v1"} == set(learning.TRAINERS)
@@ -279,11 +283,11 @@ def test_pictures_and_table(tmp_path: Path, capsys: pytest.CaptureFixture, monke
     ]
     swimmer = plot.Result({"evaluation": json.dumps(EVALUATION), "seconds": "60"}, *np.ones((3, 1)))
     lower = plot.Result({"evaluation": json.dumps(EVALUATION | {"mean": 2.5})}, *np.ones((3, 1)))
-    assert plot.table({"Swimmer-v5": {"ppo_batch": [swimmer]}}).endswith("| 1.0 | 7.5 | 125 ± 11; ours lower |")
+    assert plot.table({"Swimmer-v5": {"ppo_batch": [swimmer]}}).endswith("| 1.0 | 7.5 | 125 (± 11); ours lower |")
     three = plot.table({"m:PongNoFrameskip-v4": {"sarsa": [swimmer] * 3}, plot.PONG: {"paac": [swimmer]}})
     assert three.splitlines()[2:] == [
         "| Pong | `sarsa.py` | 1 | 1.0 | 7.5 [7.5, 7.5] | 7.5 ± 0.0 | 7.5, 7.5, 7.5 |  |",
-        "| Pong | `paac.py` | 1 | 1.0 |  |  | 7.5 | 20.6 (115M steps); ours lower |",
+        "| Pong | `paac.py` | 1 | 1.0 |  |  | 7.5 | 20.6 (115M steps); ours lower; 17.3 (A2C, 10M steps); ours lower |",
     ]
     tasks = {"Swimmer-v5": {"ppo_batch": [swimmer], "a3c": [lower]}, "Task-v0": {"ppo_batch": [swimmer, lower]}}
     assert plot.short_table(tasks).splitlines() == [
@@ -291,7 +295,7 @@ def test_pictures_and_table(tmp_path: Path, capsys: pytest.CaptureFixture, monke
         "|---|---|---|",
         "| `a3c.py` | 2.5 (one seed) |  |",
         "| `ppo_batch.py` | 7.5 (one seed) | 5.0 (2 seeds, 2.5 to 7.5) |",
-        "| published | 125 ± 11 |  |",
+        "| published | 125 (± 11) |  |",
     ]
     monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path / "none")])
     assert plot.main() == 2

@@ -16,6 +16,8 @@ import pytest
 import torch
 import tyro
 
+from benchmarks.learning import CONSTANTS, PONG
+
 ROOT = Path(__file__).resolve().parent.parent
 TRAINERS = ("paac", "a3c", "async_q", "nstep_q", "sarsa", "ppo_batch", "apex")
 BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
@@ -61,6 +63,15 @@ def test_command_is_taken(
         assert Path(args.run_dir).is_dir()
     else:
         tyro.cli(importlib.import_module(name.replace("/", ".")).Args, args=flags)
+
+
+def test_pong_has_the_constants_of_the_suite() -> None:
+    """What the README prints for two cores is what benchmarks/learning.py runs, seeds and steps aside."""
+    found = [shlex.split(command) for command in commands((ROOT / "README.md").read_text())]
+    for (trainer, env_id), constants in CONSTANTS.items():
+        if env_id == PONG:
+            printed = [words for words in found if words[0] == f"{trainer}.py" and "--rms-eps" in words]
+            assert any(set(constants.split()) <= set(words) for words in printed), trainer
 
 
 def test_the_environment_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
