@@ -158,11 +158,20 @@ def picture(env_id: str, results: dict[str, list[Result]], path: Path, window: f
     pyplot.close(figure)
 
 
+def published(trainer: str, env_id: str, runs: list[Result]) -> str:
+    """What was published for a task, and where the mean of ours, if there is any, is lower."""
+    cells = []
+    for number, note in PUBLISHED.get((trainer, env_id), []):
+        lower = runs and np.mean([run.score for run in runs]) < float(number)
+        cells.append(f"{number} ({note})" + ("; ours lower" if lower else ""))
+    return "; ".join(cells)
+
+
 def table(tasks: dict[str, dict[str, list[Result]]]) -> str:
     """Markdown: a line for each task and trainer, with the standard error of the mean over seeds.
 
     Steps are those of the longest seed, minutes their mean. The mean of one seed and the interval of fewer than three
-    are left out, and so are columns that stay empty. Beside a published score it is said if the mean of ours is lower.
+    are left out, and so are columns that stay empty.
     """
     titles = "task, trainer, steps, minutes, interquartile mean [95 %], mean ± s.e., each seed, published"
     rows = [titles.split(", ")]
@@ -175,9 +184,6 @@ def table(tasks: dict[str, dict[str, list[Result]]]) -> str:
             if len(scores) > 2:
                 low, high = bootstrap_interval(scores, interquartile_mean)
                 middle = f"{interquartile_mean(scores):.1f} [{low:.1f}, {high:.1f}]"
-            published = []
-            for number, note in PUBLISHED.get((trainer, env_id), []):
-                published.append(f"{number} ({note})" + ("; ours lower" if scores.mean() < float(number) else ""))
             cells = [
                 short_name(env_id),
                 f"`{trainer}.py`",
@@ -186,7 +192,7 @@ def table(tasks: dict[str, dict[str, list[Result]]]) -> str:
                 middle,
                 mean,
                 ", ".join(f"{score:.1f}" for score in scores),
-                "; ".join(published),
+                published(trainer, env_id, runs),
             ]
             rows.append(cells)
     kept = [column for column in zip(*rows, strict=True) if any(column[1:])]
@@ -206,10 +212,9 @@ def short_table(tasks: dict[str, dict[str, list[Result]]]) -> str:
                 cell = f"{scores.mean():.1f} ({len(scores)} seeds, {scores.min():.1f} to {scores.max():.1f})"
             cells.append(cell)
         lines.append(f"| `{trainer}.py` | {' | '.join(cells)} |")
-        published = [PUBLISHED.get((trainer, env_id), []) for env_id in tasks]
-        if any(published):
-            cells = ["; ".join(f"{number} ({note})" for number, note in scores) for scores in published]
-            lines.append(f"| published | {' | '.join(cells)} |")
+        beside = [published(trainer, env_id, results.get(trainer, [])) for env_id, results in tasks.items()]
+        if any(beside):
+            lines.append(f"| published | {' | '.join(beside)} |")
     return "\n".join(lines)
 
 

@@ -141,6 +141,8 @@ def test_jobs_of_a_suite_fit_and_differ(name: str, cores: int, tmp_path: Path, m
         args, _ = trainer.parse(job.command()[1:])
         assert (args.env_id, args.total_steps, args.seed) == (job.env_id, job.total_steps, job.seed)
         assert args.eval_episodes == (100 if name == "mujoco" else 30)
+        if job.trainer in ("paac", "ppo_batch"):
+            assert args.n_workers <= job.cores == 1
 
 
 def test_published_scores_are_of_games_that_run() -> None:
@@ -295,11 +297,27 @@ def test_pictures_and_table(tmp_path: Path, capsys: pytest.CaptureFixture, monke
         "|---|---|---|",
         "| `a3c.py` | 2.5 (one seed) |  |",
         "| `ppo_batch.py` | 7.5 (one seed) | 5.0 (2 seeds, 2.5 to 7.5) |",
-        "| published | 125 (± 11) |  |",
+        "| published | 125 (± 11); ours lower |  |",
     ]
     monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path / "none")])
     assert plot.main() == 2
     assert "holds no CSV" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("n", "ends", "bands"), [(1, [10], 0), (2, [10, 20], 0), (3, [10], 1)])
+def test_few_seeds_are_drawn_each_to_its_end(
+    n: int, ends: list[int], bands: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seed i ends at 10 i; of three there is one line, to where the first of them ends, and its interval."""
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    x = [np.array([5.0, 10.0 * i]) for i in range(1, n + 1)]
+    plot.picture("Task-v0", {"paac": [plot.Result({}, x_i, x_i, x_i) for x_i in x]}, tmp_path / "a.png", 0.05)
+    for axis in pyplot.gcf().axes:
+        assert [line.get_xdata()[-1] for line in axis.lines] == ends and len(axis.collections) == bands
+    monkeypatch.undo()
+    pyplot.close("all")
 
 
 def test_catch_by_random_and_by_best_play() -> None:
