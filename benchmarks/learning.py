@@ -1,6 +1,6 @@
 """Runs a suite of trainings side by side and keeps one CSV a run: the proof that the trainers learn.
 
-    python benchmarks/learning.py small                             # into results/small, three hours on two cores
+    python benchmarks/learning.py small                             # into results/small, an hour on two cores
     python benchmarks/learning.py mujoco --trainers ppo_batch --seeds 1 2
     python benchmarks/plot.py results/small                         # its curves and its table
 
@@ -135,12 +135,12 @@ def suite(name: str, seeds: Sequence[int], cores: int) -> list[Job]:
     """The jobs of a suite; seeds vary slowest, so that one of each task is done first."""
     tasks: list[tuple[str, str, int]] = []
     if name == "small":
-        tasks += [(trainer, "CartPole-v1", 400_000) for trainer in HOGWILD]
-        tasks += [("paac", "CartPole-v1", 200_000), ("ppo_batch", "CartPole-v1", 200_000)]
-        tasks += [("apex", "CartPole-v1", 300_000)]
-        tasks += [(trainer, "Acrobot-v1", 400_000) for trainer in ("paac", *HOGWILD)]
-        tasks += [("ppo_batch", "Acrobot-v1", 200_000), ("apex", "Acrobot-v1", 200_000)]
-        tasks += [(trainer, "Pendulum-v1", 1_000_000) for trainer in ("paac", "a3c", "ppo_batch")]
+        steps = {"async_q": 400_000, "sarsa": 400_000, "a3c": 300_000}  # of the others 200,000
+        tasks += [(trainer, "CartPole-v1", steps.get(trainer, 200_000)) for trainer in TRAINERS]
+        steps = {"nstep_q": 400_000, "sarsa": 400_000}
+        tasks += [(trainer, "Acrobot-v1", steps.get(trainer, 200_000)) for trainer in TRAINERS]
+        steps = {"paac": 1_000_000, "a3c": 700_000, "ppo_batch": 500_000}
+        tasks += [(trainer, "Pendulum-v1", n) for trainer, n in steps.items()]
     elif name == "pixels":
         tasks += [(trainer, CATCH, 100_000) for trainer in (*HOGWILD, "ppo_batch")]
     elif name == "mujoco":
