@@ -10,7 +10,7 @@ or to the end of the episode, and then applies its gradient to θ without a lock
 
     python a3c.py                                                   # Pong from pixels
     python a3c.py --lstm                                            # with 256 LSTM cells
-    python a3c.py --env-id CartPole-v1 --total-steps 400_000        # two minutes
+    python a3c.py --env-id CartPole-v1 --total-steps 300_000        # two minutes
     python a3c.py --env-id Pendulum-v1                              # continuous actions
     python a3c.py --resume runs/...                                 # go on after an interruption
     python a3c.py --evaluate runs/... --record                      # 30 episodes and a GIF
