@@ -10,7 +10,7 @@ t_max steps, or to the end of the episode, and then applies its gradient to θ w
     θ⁻ ← θ    whenever T passes a multiple of I_target
 
     python nstep_q.py                                               # Pong from pixels
-    python nstep_q.py --env-id CartPole-v1 --total-steps 200_000    # two to three minutes
+    python nstep_q.py --env-id CartPole-v1 --total-steps 400_000    # two to three minutes
     python nstep_q.py --resume runs/...                             # go on after an interruption
     python nstep_q.py --evaluate runs/... --record                  # 30 episodes and a GIF
 

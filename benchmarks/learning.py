@@ -135,9 +135,9 @@ def suite(name: str, seeds: Sequence[int], cores: int) -> list[Job]:
     """The jobs of a suite; seeds vary slowest, so that one of each task is done first where all take as many cores."""
     tasks: list[tuple[str, str, int]] = []
     if name == "small":
-        steps = {"async_q": 400_000, "sarsa": 400_000, "a3c": 300_000}  # of the others 200,000
-        tasks += [(trainer, "CartPole-v1", steps.get(trainer, 200_000)) for trainer in TRAINERS]
-        steps = {"nstep_q": 400_000, "sarsa": 400_000}
+        steps = {"paac": 200_000, "ppo_batch": 200_000, "a3c": 300_000, "apex": 300_000}  # the Q-learners 400,000
+        tasks += [(trainer, "CartPole-v1", steps.get(trainer, 400_000)) for trainer in TRAINERS]
+        steps = {"nstep_q": 400_000, "sarsa": 400_000}  # the others 200,000
         tasks += [(trainer, "Acrobot-v1", steps.get(trainer, 200_000)) for trainer in TRAINERS]
         tasks += [(trainer, "Pendulum-v1", 1_000_000) for trainer in ("paac", "a3c", "ppo_batch")]
     elif name == "pixels":
