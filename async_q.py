@@ -286,7 +286,7 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     parts |= {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
     start = checkpoint["step"] if checkpoint else 0
     team = Team(actor_learner, (args, model, target_model, optimizers), args.n_processes, args.total_steps, start)
-    with Run(SCRIPT, args, parts, make_policy, checkpoint, team.quiet) as run:
+    with Run(SCRIPT, args, parts, make_policy, checkpoint, team.quiet, log_interval=20) as run:
         share(model, *optimizers)
         share(target_model)
         with team:
