@@ -10,7 +10,7 @@ or to the end of the episode, and then applies its gradient to θ without a lock
 
     python a3c.py                                                   # Pong from pixels
     python a3c.py --lstm                                            # with 256 LSTM cells
-    python a3c.py --env-id CartPole-v1 --total-steps 300_000        # two minutes
+    python a3c.py --env-id CartPole-v1 --total-steps 300_000        # half a minute to two
     python a3c.py --env-id Pendulum-v1                              # continuous actions
     python a3c.py --resume runs/...                                 # go on after an interruption
     python a3c.py --evaluate runs/... --record                      # 30 episodes and a GIF
@@ -355,7 +355,7 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     parts = {"model": model} | {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
     start = checkpoint["step"] if checkpoint else 0
     team = Team(actor_learner, (args, model, optimizers), args.n_processes, args.total_steps, start)
-    with Run(SCRIPT, args, parts, make_policy, checkpoint, team.quiet, log_interval=20) as run:
+    with Run(SCRIPT, args, parts, make_policy, checkpoint, team.quiet, log_interval=20) as run:  # one a second
         share(model, *optimizers)
         with team:
             team.watch(run)

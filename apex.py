@@ -13,7 +13,7 @@ in proportion to their priorities, and writes new priorities back:
     ε_i = 0.4^(1 + 7 i/(N-1))    for environment i of N
 
     python apex.py                                                  # Pong from pixels
-    python apex.py --env-id CartPole-v1 --total-steps 300_000       # two to four minutes
+    python apex.py --env-id CartPole-v1 --total-steps 300_000       # one to three minutes
     python apex.py --resume runs/...                                # go on after an interruption
     python apex.py --evaluate runs/... --record                     # 30 episodes and a GIF
 

@@ -10,7 +10,7 @@ t_max steps, or to the end of the episode, and then applies its gradient to θ w
     θ⁻ ← θ    whenever T passes a multiple of I_target
 
     python nstep_q.py                                               # Pong from pixels
-    python nstep_q.py --env-id CartPole-v1 --total-steps 400_000    # two to three minutes
+    python nstep_q.py --env-id CartPole-v1 --total-steps 400_000    # half a minute to four
     python nstep_q.py --resume runs/...                             # go on after an interruption
     python nstep_q.py --evaluate runs/... --record                  # 30 episodes and a GIF
 
@@ -287,7 +287,7 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
     parts |= {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
     start = checkpoint["step"] if checkpoint else 0
     team = Team(actor_learner, (args, model, target_model, optimizers), args.n_processes, args.total_steps, start)
-    with Run(SCRIPT, args, parts, make_policy, checkpoint, team.quiet, log_interval=20) as run:
+    with Run(SCRIPT, args, parts, make_policy, checkpoint, team.quiet, log_interval=20) as run:  # one a second
         share(model, *optimizers)
         share(target_model)
         with team:

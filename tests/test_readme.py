@@ -16,7 +16,7 @@ import pytest
 import torch
 import tyro
 
-from benchmarks.learning import CONSTANTS, PONG
+from benchmarks.learning import CONSTANTS, PONG, suite
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINERS = ("paac", "a3c", "async_q", "nstep_q", "sarsa", "ppo_batch", "apex")
@@ -72,6 +72,18 @@ def test_pong_has_the_constants_of_the_suite() -> None:
     assert len(pong) == 6  # ppo_batch.py's own are meant for as many steps
     for trainer, constants in pong.items():
         assert any(command.startswith(f"{trainer}.py ") and constants in command for command in found), trainer
+
+
+def test_cartpole_has_the_steps_of_the_suite() -> None:
+    """In the README and in the trainer's own docstring: what is printed there reaches what the tables say."""
+    jobs = [job for job in suite("small", (1,), 2) if job.env_id == "CartPole-v1"]
+    assert {job.trainer for job in jobs} == set(TRAINERS)
+    for job in jobs:
+        for source in ("README.md", f"{job.trainer}.py"):
+            found = commands((ROOT / source).read_text())
+            start = f"{job.trainer}.py --env-id CartPole-v1 --total-steps "
+            steps = [int(command.removeprefix(start).split()[0]) for command in found if command.startswith(start)]
+            assert steps and set(steps) == {job.total_steps}, (job.trainer, source, steps)
 
 
 def test_the_environment_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
