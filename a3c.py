@@ -103,7 +103,7 @@ class Args(RunArgs):
     value_coef: float = 0.25
     """weight of the squared value error"""
     max_grad_norm: float = 40.0
-    """threshold of the global gradient norm; with 0 nothing is learned"""
+    """threshold of the global gradient norm; 0 leaves no gradient"""
     rms_decay: float = 0.99
     """decay of RMSProp's mean square g per update, and of momentum SGD's mean gradient"""
     rms_eps: float = 0.1

@@ -33,9 +33,10 @@ Where the sources differ or are silent, this file does the following:
 - g and m start at zero.
 
 Departures: a time limit does not cut the return, it bootstraps from the final observation; an episode of Atari is cut
-after 108,000 frames, not 50,000; losing a life does not end one; 0 to 30 no-ops; frames lie in the memory once and
-uncompressed, where the paper has PNGs; batches are drawn when they are needed, not ahead; the learner takes chunks
-between two updates, and an actor waits while all of its slots for chunks are full, where the paper never blocks it;
+after 108,000 frames, not 50,000; losing a life does not end one; 0 to 30 no-ops; three black frames in the first
+stack; frames lie in the memory once and uncompressed, where the paper has PNGs; batches are drawn when they are
+needed, not ahead; the learner takes chunks between two updates, and an actor waits while all of its slots for chunks
+are full, where the paper never blocks it;
 50 million steps are 200 million frames, the paper has 22.8 billion. `--replay-ratio` holds learner and actors to a
 ratio, which the paper leaves to the machine (0.78 by its rates with 360 actors). The paper has no vectors: the MLP
 and the preset `vector` are ours. On CUDA PyTorch computes convolutions in TF32 unless told otherwise.
@@ -63,7 +64,7 @@ from common.atari import STACK
 from common.evaluation import Policy
 from common.flags import RunArgs, UsageError, atari_or_vector, check_discrete, check_env, pick_arch, pick_device
 from common.processes import n_cores
-from common.replay import Batch, Replay, chunk_fields, fit_replay, frame_space, replay_bytes
+from common.replay import Batch, Replay, check_saved_replay, chunk_fields, fit_replay, frame_space, replay_bytes
 from common.run import Run, make_run_dir, read_args, run_script
 from common.vec_env import env_seed, make_vec_env
 
@@ -149,7 +150,7 @@ class Args(RunArgs):
     gamma: float = 0.99
     """γ, discount per step"""
     max_grad_norm: float = 40.0
-    """threshold of the global gradient norm; with 0 nothing is learned"""
+    """threshold of the global gradient norm; 0 leaves no gradient"""
     rms_decay: float = 0.95
     """decay of RMSProp's averages g and m per update"""
     rms_eps: float = 1.5e-7
@@ -365,7 +366,7 @@ def actor(link: Link, args: Args) -> None:
 def update(
     model: QNetwork, target_model: QNetwork, optimizer: CentredRMSProp, batch: Batch, max_grad_norm: float
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """One update of Algorithm 2: the errors δ before it, (n,), and the scalars to log.
+    """One update of Algorithm 2: the errors δ before it, (n,), and the scalars to log, td_loss the mean of δ².
 
     Raises: FloatingPointError: the loss or its gradient is not finite.
     """
@@ -490,8 +491,8 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
         )
     if not args.evaluate:
         fit_replay(args, env.observation_space)
-    if checkpoint and args.resume and args.save_replay and "replay" not in checkpoint:
-        raise UsageError(f"--save-replay: the checkpoint of {args.resume} has no replay memory")
+    if checkpoint and args.resume and args.save_replay:
+        check_saved_replay(args, checkpoint)
     if checkpoint is None:
         make_run_dir(SCRIPT, args)
     return args, checkpoint

@@ -106,7 +106,7 @@ class Args(RunArgs):
     value_coef: float = 0.25
     """weight of the squared value error"""
     max_grad_norm: float = 40.0
-    """threshold of the global gradient norm; with 0 nothing is learned"""
+    """threshold of the global gradient norm; 0 leaves no gradient"""
     rms_decay: float = 0.99
     """decay of RMSProp's mean square g per update"""
     rms_eps: float = 0.1
@@ -129,7 +129,7 @@ def mlp(n_inputs: int, n_outputs: int) -> nn.Sequential:
 
 
 class RunningNorm(nn.Module):
-    """(x - mean) / √(var + eps) over every vector seen so far, clipped to ±clip: for vectors what /255 is for images.
+    """(x - mean) / √(var + eps) over all vectors acted on, clipped to ±clip: for vectors what /255 is for images.
 
     The statistics change only in `update` and belong to the state that checkpoints save.
     """

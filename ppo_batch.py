@@ -131,7 +131,7 @@ class Args(RunArgs):
     value_coef: float = 1.0
     """weight of the squared value error"""
     max_grad_norm: float | None = 0.5
-    """threshold of the global gradient norm; None: no clipping; with 0 nothing is learned"""
+    """threshold of the global gradient norm; None: no clipping; 0 leaves no gradient"""
     adam_eps: float = 1e-5
     """Adam's ε"""
     bootstrap_limits: bool = True
@@ -154,7 +154,7 @@ def mlp(n_inputs: int, n_outputs: int) -> nn.Sequential:
 
 
 class RunningNorm(nn.Module):
-    """(x - mean) / √(var + eps) over every vector seen so far, clipped to ±clip: for vectors what /255 is for images.
+    """(x - mean) / √(var + eps) over all vectors acted on, clipped to ±clip: for vectors what /255 is for images.
 
     The statistics change only in `update` and belong to the state that checkpoints save.
     """

@@ -12,7 +12,7 @@ that the process takes next:
     θ⁻ ← θ    whenever T passes a multiple of I_target
 
     python sarsa.py                                                 # Pong from pixels
-    python sarsa.py --env-id CartPole-v1 --total-steps 400_000      # half a minute to three
+    python sarsa.py --env-id CartPole-v1 --total-steps 400_000      # 20 seconds to three minutes
     python sarsa.py --resume runs/...                               # go on after an interruption
     python sarsa.py --evaluate runs/... --record                    # 30 episodes and a GIF
 
@@ -61,7 +61,7 @@ SCRIPT = "sarsa"
 PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
     # Vectors, ours: rewards of any size, and tasks that are learned in minutes. The final ε and RMSProp's ε stay those
-    # of Atari: with async_q.py's final ε, or both of its, some seeds fail on CartPole (results/README.md).
+    # of Atari: async_q.py's did no better on CartPole (results/README.md).
     "vector": {
         "total_steps": 1_000_000,
         "epsilon_steps": 100_000,
@@ -107,7 +107,7 @@ class Args(RunArgs):
     gamma: float = 0.99
     """γ, discount per step"""
     max_grad_norm: float = 40.0
-    """threshold of the global gradient norm; with 0 nothing is learned"""
+    """threshold of the global gradient norm; 0 leaves no gradient"""
     rms_decay: float = 0.99
     """decay of RMSProp's mean square g per update, and of momentum SGD's mean gradient"""
     rms_eps: float = 0.1

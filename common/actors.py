@@ -168,7 +168,7 @@ class Actors(Crew):
                     else:
                         self.note_failure(index, kind, content[0])
             except (EOFError, OSError):
-                self.start = run.step
+                self.start = max(run.step, self.start + 1)  # other seeds, whatever has been counted since
                 self.replace(index, run)
 
 

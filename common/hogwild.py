@@ -8,6 +8,7 @@ killed at any instant: the step counter T is the sum of one count a process, whi
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +23,7 @@ from common.processes import WorkerError, n_cores
 from common.run import Run, to_float
 
 POLL_INTERVAL = 0.05  # seconds between two looks of the parent
-REPORT_INTERVAL = 100  # updates of an actor-learner between two reports of its losses
+REPORT_INTERVAL = 1  # seconds between two reports of an actor-learner, of the losses of an update
 PAUSE, STOP, CROSSED = 0, 1, 2  # indices of Worker.flags
 
 
@@ -46,7 +47,7 @@ class Worker:
         self.index, self.total_steps, self.start = index, total_steps, start
         self.counts, self.parked, self.flags = counts, parked, flags
         self.connection: Any = None
-        self.episode_return, self.episode_length, self.updates = 0.0, 0, 0
+        self.episode_return, self.episode_length, self.reported = 0.0, 0, -math.inf
 
     def connect(self, connection: Any) -> None:
         """Called in the actor-learner's own process."""
@@ -84,10 +85,11 @@ class Worker:
         return bool(self.flags[STOP]) or self.global_step >= self.total_steps
 
     def report_update(self, scalars: dict[str, Any]) -> None:
-        """Tell the parent of an update, now and then."""
-        if self.updates % REPORT_INTERVAL == 0:
+        """Tell the parent of an update, now and then and of the last."""
+        now = time.monotonic()
+        if now - self.reported >= REPORT_INTERVAL or self.ended:
             self.connection.send(("scalars", {name: to_float(value) for name, value in scalars.items()}))
-        self.updates += 1
+            self.reported = now
 
 
 class Team(Crew):
@@ -202,12 +204,18 @@ def pick_n_processes(args: Any, checkpoint: dict | None) -> int:
 
 
 def share(module: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-    """Move the parameters of a module and the statistics of its optimizers into shared memory."""
-    module.share_memory()
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for tensor in state.values():
-                tensor.share_memory_()
+    """Move the parameters of a module and the statistics of its optimizers into shared memory.
+
+    Raises: OSError: too many of them, each of which keeps a file open.
+    """
+    try:
+        module.share_memory()
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                for tensor in state.values():
+                    tensor.share_memory_()
+    except RuntimeError as error:
+        raise OSError(f"shared memory: {str(error).splitlines()[0]}; ulimit -n raises the number of files") from error
 
 
 @torch.no_grad()

@@ -202,6 +202,16 @@ class Replay:
         self.arrivals, self.size = deque(map(tuple, state["arrivals"])), state["size"]
 
 
+def check_saved_replay(args: Any, checkpoint: dict[str, Any]) -> None:
+    """Raises UsageError: the checkpoint has no replay memory, or what is in it would mean something else now."""
+    if "replay" not in checkpoint:
+        raise UsageError(f"--save-replay: the checkpoint of {args.resume} has no replay memory")
+    for name in ("gamma", "clip_rewards", "reward_scale", "priority_alpha", "priority_eps"):
+        if getattr(args, name) != (saved := checkpoint["args"][name]):
+            what = f"the saved replay memory was made with {saved}; --no-save-replay goes on without it"
+            raise UsageError(f"{flag_and_value(args, name)}: {what}")
+
+
 def ring_length(args: Any) -> int:
     """Positions of each environment in the replay memory."""
     return math.ceil(SPARE * args.capacity / (args.n_actors * args.envs_per_actor))

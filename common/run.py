@@ -226,7 +226,8 @@ class Run:
         self.step = self.updates = self.episodes = self.signal = 0
         self.wall_seconds, self.returns = 0.0, deque(maxlen=100)  # of the last 100 episodes
         self.scalars: dict[str, Any] = {}  # of the last update
-        self.finished: list[tuple[float, float]] = []  # (return, length) of episodes since the last point
+        self.ended: list[tuple[float, float]] = []  # (return, length) of episodes of steps that are not counted yet
+        self.finished: list[tuple[float, float]] = []  # of those since the last point
         if checkpoint:
             self._restore(checkpoint)
         self.first_step = self.saved_step = self.logged_step = self.step
@@ -268,10 +269,11 @@ class Run:
         return self.wall_seconds + time.monotonic() - self.started
 
     def count_episodes(self, returns: np.ndarray, lengths: np.ndarray) -> None:
-        """Take note of episodes that ended: their raw returns and their lengths in agent steps."""
-        self.finished.extend(zip(returns.tolist(), lengths.tolist(), strict=True))
-        self.returns.extend(returns.tolist())
-        self.episodes += len(returns)
+        """Take note of episodes that ended: their raw returns and their lengths in agent steps.
+
+        They count with the next update or `advance`, so that a failure before it leaves steps and episodes in accord.
+        """
+        self.ended.extend(zip(returns.tolist(), lengths.tolist(), strict=True))
 
     def count_update(self, step: int, scalars: dict[str, Any]) -> None:
         """Take note of an update; now and then log the scalars, show the progress and write a checkpoint."""
@@ -283,8 +285,10 @@ class Run:
         self._save_if_due()
 
     def advance(self, step: int) -> None:
-        """Take note of steps without an update; now and then write a checkpoint."""
+        """Take note of steps without an update; now and then show the progress and write a checkpoint."""
         self._advance(step)
+        if step > self.logged_step and time.monotonic() - self.logged_time > PRINT_INTERVAL:
+            self._log()  # no update has done so
         self._save_if_due()
 
     def _save_if_due(self) -> None:
@@ -294,6 +298,10 @@ class Run:
     def _advance(self, step: int) -> None:
         self.bar.update(step - self.step)
         self.step = step
+        self.episodes += len(self.ended)
+        self.returns.extend(episode_return for episode_return, _ in self.ended)
+        self.finished += self.ended
+        self.ended.clear()
 
     def _log(self) -> None:
         now, total = time.monotonic(), self.args.total_steps

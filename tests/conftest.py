@@ -19,8 +19,29 @@ import common.evaluation
 import common.run
 from tests.helpers import content, run
 
+# A GPU is for the tests that ask for it: others compare with numbers of the CPU.
+find_cuda, HAS_CUDA, VISIBLE = (
+    torch.cuda.is_available,
+    torch.cuda.is_available(),
+    os.environ.get("CUDA_VISIBLE_DEVICES"),
+)
+torch.cuda.is_available = lambda: False
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for subprocesses
+
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where a shell runs the tests in its background
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and this one by nohup
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU is there; the test is skipped where there is none."""
+    if not HAS_CUDA:
+        pytest.skip("no CUDA device")
+    monkeypatch.setattr(torch.cuda, "is_available", find_cuda)
+    if VISIBLE is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", VISIBLE)
 
 
 @pytest.fixture

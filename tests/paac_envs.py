@@ -139,6 +139,25 @@ class Walk(gym.Env):
         return obs, reward, end in ("terminated", "both"), end in ("truncated", "both"), {}
 
 
+class Lattice(gym.Env):
+    """Takes a matrix of numbers within its bounds and nothing else; an episode is three steps."""
+
+    observation_space = spaces.Box(-1, 1, (3,), np.float32)
+    action_space = spaces.Box(np.array([[-2, 0, 5]] * 2, np.float32), np.array([[6, 1, 9]] * 2, np.float32))
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.length = 0
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        self.length = 0
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
+        assert self.action_space.contains(action), action
+        self.length += 1
+        return np.full(3, self.length / 3, np.float32), float(action.sum()), self.length == 3, False, {}
+
+
 def add_byte(path: str) -> int:
     """Returns how many there were."""
     with open(path, "ab") as file:
@@ -321,5 +340,6 @@ for env in (
     Corridor,
     Recall,
     CartPolePositions,
+    Lattice,
 ):
     gym.register(f"{env.__name__}-v0", f"{__name__}:{env.__name__}")

@@ -589,7 +589,6 @@ def test_refused_offsets_that_do_not_fit_into_a_byte(refused: Callable[..., str]
     assert "--n-step 256" in refused(*SEVEN, *ONE, "--n-step", "256", "--chunk-size", "300", "--capacity", "20000")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is available")
 @pytest.mark.parametrize("flag", ["--device", "--replay-device"])
 def test_refused_without_cuda(flag: str, refused: Callable[..., str]) -> None:
     assert f"{flag} cuda" in refused(*SEVEN, *ONE, flag, "cuda")
@@ -719,6 +718,34 @@ def test_a_resumed_run_meets_new_episodes(here: None, tmp_path: Path, monkeypatc
     assert len({start.tobytes() for start in starts}) == 8
 
 
+@pytest.mark.usefixtures("here")
+def test_actors_explore_with_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the seed, the step at the start and the index: after a resume too."""
+    seeds, manual_seed = [], torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or manual_seed(seed))
+    flags = ["--env-id", "CartPole-v1", *ONE, "--n-actors", "2"]
+    assert run(*flags, "--total-steps", "300", "--run-dir", "r", "--seed", "7") == 0
+    start = checkpoint(Path("r"))["step"]
+    assert run("--resume", "r", "--total-steps", "600") == 0
+    assert seeds[0] == seeds[3] == 7
+    own = [apex.env_seed(7, step, index) for step in (0, start) for index in (0, 1)]
+    assert sorted(seeds[1:3]) == sorted(own[:2]) and sorted(seeds[4:]) == sorted(own[2:]) and len(set(own)) == 4
+
+
+def test_bfloat16_reaches_the_networks(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bool] = []
+
+    class Watched(apex.QNetwork):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self.bfloat16)
+
+    monkeypatch.setattr(apex, "QNetwork", Watched)
+    flags = ["--env-id", ENV.format("PixelCue"), *ONE, "--learning-starts", "60", "--total-steps", "100"]
+    assert run(*flags, "--bfloat16", "--run-dir", "r") == 0
+    assert made == [True, True]  # the learner's and its actor's
+
+
 def test_seeds(here: None, tmp_path: Path) -> None:
     """With stand-ins for the actors a seed determines everything."""
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
@@ -797,6 +824,18 @@ def test_saved_replay_memory_and_longer_returns(here: None, tmp_path: Path) -> N
     assert run("--resume", "r", "--total-steps", "600", "--n-step", "5") == 0
     saved = checkpoint(tmp_path / "r")["replay"]
     assert saved["size"] == (saved["priorities"] > 0).sum()
+
+
+def test_saved_replay_memory_that_would_mean_something_else(
+    here: None, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    """Returns and priorities of one kind only in a memory; without it the flags may change."""
+    stopped_run(monkeypatch, Path("r"), *SEVEN, *ONE, "--save-replay")
+    for flag, value in [("gamma", "0.9"), ("reward-scale", "2.0"), ("priority-alpha", "0.5"), ("priority-eps", "0.1")]:
+        line = refused("--resume", "r", f"--{flag}", value)
+        assert f"--{flag} {value}" in line and "--no-save-replay" in line
+    assert "--clip-rewards True" in refused("--resume", "r", "--clip-rewards")
+    assert run("--resume", "r", "--gamma", "0.9", "--no-save-replay", "--total-steps", "600") == 0
 
 
 def test_saved_replay_memory_of_another_shape(
@@ -1275,6 +1314,16 @@ def test_the_learner_does_not_wait_for_an_actor_longer_than_it_says(dead: bool) 
     assert looks[1] < 1
 
 
+def test_an_actor_that_dies_at_once_gets_other_seeds() -> None:
+    """Nothing has been counted since it was started, and nothing may be repeated."""
+    line, starts = Line(), []
+    for _ in range(2):
+        line.theirs[0].close()
+        line.receive()
+        starts.append(line.actors.new_member(0).start)
+    assert 0 < starts[0] < starts[1]
+
+
 def test_third_death_within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the same actor."""
     clock = SimpleNamespace(now=0.0)
@@ -1382,13 +1431,14 @@ def test_replay_ratio(ratio: float, here: None, tmp_path: Path, monkeypatch: pyt
 
 def test_what_follows_an_update(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its batch gets its errors as priorities; every K updates comes a removal; actors get the new parameters."""
-    log, published = [], set()
+    log, published, learner = [], set(), []
     update, set_priorities, trim = apex.update, apex.Replay.set_priorities, apex.Replay.trim
     publish = Actors.publish
 
     def watched_update(model: Any, target_model: Any, optimizer: Any, batch: apex.Batch, *rest: Any) -> tuple:
         result = update(model, target_model, optimizer, batch, *rest)
         log.append(("update", batch, result[0].copy()))
+        learner[:] = model.parameters()
         return result
 
     def watched_set_priorities(replay: apex.Replay, batch: apex.Batch, errors: np.ndarray) -> None:
@@ -1400,6 +1450,7 @@ def test_what_follows_an_update(here: None, tmp_path: Path, monkeypatch: pytest.
         log.append(("trim", replay.size))
 
     def watched_publish(actors: Actors, parameters: list[torch.Tensor]) -> None:
+        assert not learner or all(p is q for p, q in zip(parameters, learner, strict=True))  # θ, not θ⁻
         publish(actors, parameters)
         published.add(actors.parameters.numpy().tobytes())
 
@@ -1417,7 +1468,7 @@ def test_what_follows_an_update(here: None, tmp_path: Path, monkeypatch: pytest.
             assert content[0] is log[i - 1][1] and (content[1] == log[i - 1][2]).all()
         elif kind == "trim":
             assert content[0] <= 600
-    assert len(published) > 10  # of some twenty requests of two actors each
+    assert learner and len(published) > 10  # of some twenty requests of two actors each
 
 
 def test_importance_weights_of_a_run(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1487,6 +1538,17 @@ def test_a_run_that_can_learn_nothing_says_so(
     assert ("nothing is learned" in capfd.readouterr().out) == told == (checkpoint(tmp_path / "r")["updates"] == 0)
     assert run("--resume", "r", "--total-steps", total + 300) == 0  # with what it has, it can learn
     assert "nothing is learned" not in capfd.readouterr().out
+
+
+def test_progress_before_learning_begins(
+    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The memory may take minutes to fill, again after a resume; nobody should have to guess."""
+    monkeypatch.setattr(common.run, "PRINT_INTERVAL", 0)
+    assert run(*SEVEN, *ONE, "--total-steps", "150", "--run-dir", "r") == 0
+    assert checkpoint(tmp_path / "r")["updates"] == 0
+    shown = [int(step) for step in re.findall(r"^step (\d+) of 150, ", capfd.readouterr().out, re.MULTILINE)]
+    assert len(shown) > 5 and shown == [step for step, _ in scalars(tmp_path / "r")["charts/SPS"]][: len(shown)]
 
 
 def test_checkpoints_before_learning_begins(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1577,7 +1639,7 @@ def test_an_atari_game_from_start_to_end(tmp_path: Path, capfd: pytest.CaptureFi
 # ------------------------------------------------------------------------------------------------------- CUDA
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("replay_device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     "flags",
@@ -1606,7 +1668,7 @@ def test_training_on_cuda(
     assert summary(tmp_path / "r")["eval"]["episodes"] == 3
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.usefixtures("cuda")
 def test_memory_of_the_device_counts(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 2 * 10**9))
     assert "1.0 GB are free for it" in refused("--replay-device", "cuda", "--capacity", "2000000")

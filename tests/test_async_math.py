@@ -369,6 +369,17 @@ def test_final_epsilons(trainer: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("trainer", Q_TRAINERS, ids=name_of)
+@pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0])
+def test_evaluation_explores_as_it_is_told(trainer: ModuleType, epsilon: float) -> None:
+    torch.manual_seed(0)
+    policy = trainer.make_policy(q_network(trainer, "mlp"), trainer.Args(eval_epsilon=epsilon))
+    actions = policy(np.ones((8000, VECTOR.shape[0]), np.float32))
+    frequencies = np.sort(np.bincount(actions, minlength=4) / len(actions))
+    expected = [*3 * [epsilon / 4], 1 - 0.75 * epsilon]  # one of four actions is the best of this observation
+    np.testing.assert_allclose(frequencies, expected, atol=5 * math.sqrt(0.25 / 8000) * (epsilon > 0))
+
+
+@pytest.mark.parametrize("trainer", Q_TRAINERS, ids=name_of)
 def test_epsilon_greedy(trainer: ModuleType) -> None:
     q_values = torch.tensor([[0.0, 3.0, -1.0, 2.0], [-1.0, -4.0, -2.0, -0.5]]).repeat(20_000, 1)
     torch.manual_seed(0)
@@ -696,15 +707,14 @@ def play(trainer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     return Played(*given, model, target_model, optimizer, others, calls, messages, keys, nudges)
 
 
-@pytest.mark.parametrize("trainer", [a3c, nstep_q], ids=["a3c", "nstep_q"])
-def test_a_pause_waits_for_the_end_of_a_rollout(
-    trainer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("trainer", TRAINERS, ids=name_of)
+def test_a_pause_waits_for_an_update(trainer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint then holds what each counted step has taught, and no copy of θ to θ⁻ is due."""
     log, go_on, report_update = [], Worker.go_on, Worker.report_update
     monkeypatch.setattr(Worker, "go_on", lambda self: log.append("go on") or go_on(self))
     monkeypatch.setattr(Worker, "report_update", lambda self, s: log.append("update") or report_update(self, s))
-    play(trainer, tmp_path, monkeypatch, {"t_max": 3})  # rollouts of 3, 3, 1, 2, 3, 3, 3, 3, 3 steps
+    flag = "update_interval" if trainer in (async_q, sarsa) else "t_max"
+    play(trainer, tmp_path, monkeypatch, {flag: 3})  # rollouts of 3, 3, 1, 2, 3, 3, 3, 3, 3 steps
     assert log == ["go on", "update"] * 9 + ["go on"]
 
 
@@ -761,6 +771,7 @@ class Slow:
         self.norms: list[float] = []  # before clipping
         self.rates: list[float] = []
         self.copies: list[int] = []  # T of every copy θ⁻ ← θ
+        self.told: list[dict[str, float]] = []  # of every update: what is logged besides norm and rate
         self.target = leaf(played.initial)
 
     def nudge(self, k: int) -> None:
@@ -789,6 +800,13 @@ class Slow:
         if any(n % self.args.target_interval == 0 for n in range(before + 1, T + 1)):
             self.target = leaf(self.theta)
             self.copies.append(T)
+
+    def tell_q(self, learned: list[tuple[np.ndarray, int, float]], params: Params, epsilon: float | None) -> None:
+        """Means over the steps (s, a, y) of an update, and the ε that was drawn with last before it."""
+        values = [slow_q(params, obs)[action].item() for obs, action, _ in learned]
+        squares = [(y - value) ** 2 for (*_, y), value in zip(learned, values, strict=True)]
+        means = {"losses/td_loss": sum(squares) / len(squares), "losses/q_values": sum(values) / len(values)}
+        self.told.append(means | {"charts/epsilon": epsilon})
 
     def check_call(self, call: Call, outputs: Tensor, epsilons: list[float] | None) -> None:
         """That an action was drawn from these outputs and with one of these ε."""
@@ -822,6 +840,7 @@ def slow_one_step(played: Played, on_policy: bool) -> Slow:
         slow.copy_target(before, T)
         if (k + 1) % played.args.update_interval == 0 or end or last:
             total = {name: torch.zeros_like(p) for name, p in slow.theta.items()}
+            slow.tell_q(waiting, slow.theta, drawn.epsilon)
             for obs, taken, target in waiting:
                 error = (target - slow_q(slow.theta, obs)[taken]) ** 2
                 for name, g in gradient(error, slow.theta).items():
@@ -861,8 +880,10 @@ def slow_n_step_q(played: Played) -> Slow:
         bootstrap = 0.0 if over else max(slow_q(slow.target, walk["final_obs"][last]).tolist())
         returns = forward_sum([played.reward(k) for k in steps], bootstrap, played.args.gamma)
         total = {name: torch.zeros_like(p) for name, p in snapshot.items()}
-        for k, R in zip(steps, returns, strict=True):
-            error = (R - slow_q(snapshot, walk["obs"][k])[int(walk["action"][k])]) ** 2
+        learned = [(walk["obs"][k], int(walk["action"][k]), R) for k, R in zip(steps, returns, strict=True)]
+        slow.tell_q(learned, snapshot, played.calls[last].epsilon)
+        for obs, taken, R in learned:
+            error = (R - slow_q(snapshot, obs)[taken]) ** 2
             for name, g in gradient(error, snapshot).items():
                 total[name] += g
         slow.apply(total, T)
@@ -887,7 +908,7 @@ def slow_a3c(played: Played) -> Slow:
         over = end in ("terminated", "both") or (end == "truncated" and not a.bootstrap_limits)
         bootstrap = 0.0 if over else slow_actor_critic(snapshot, walk["final_obs"][last], states)[1].item()
         returns = forward_sum([played.reward(k) for k in steps], bootstrap, a.gamma)
-        loss = torch.zeros((), dtype=torch.float64)
+        loss, policy_loss, value_loss, entropies = torch.zeros((), dtype=torch.float64), 0.0, 0.0, []
         for k, R, (output, value, action) in zip(steps, returns, passed, strict=True):
             if action.ndim:  # Walk's space is Box(-3, 1)
                 np.testing.assert_allclose(walk["action"][k], -3 + 2 * (action.clip(-1, 1) + 1), atol=1e-5)
@@ -901,6 +922,11 @@ def slow_a3c(played: Played) -> Slow:
                 p = output.exp() / output.exp().sum()
                 log_prob, entropy = p[int(action)].log(), -sum(x * x.log() for x in p)
             loss = loss - log_prob * (R - value.item()) - a.entropy_coef * entropy + a.value_coef * (R - value) ** 2
+            policy_loss -= (log_prob * (R - value) + a.entropy_coef * entropy).item()
+            value_loss += a.value_coef * (R - value.item()) ** 2
+            entropies.append(entropy.item())
+        told = {"losses/policy_loss": policy_loss, "losses/value_loss": value_loss}
+        slow.told.append(told | {"losses/entropy": sum(entropies) / len(entropies)})
         slow.apply(gradient(loss, snapshot), played.steps[last])
         if end:
             states = zero_states()
@@ -932,9 +958,11 @@ def check(played: Played, slow: Slow) -> None:
             episodes.append((pytest.approx(score), length))
             score, length = 0.0, 0
     assert [message[1:] for message in played.messages if message[0] == "episode"] == episodes
-    (scalars,) = (message[1] for message in played.messages if message[0] == "scalars")  # of the first update
-    assert scalars["losses/grad_norm"] == pytest.approx(slow.norms[0], rel=1e-3)
-    assert scalars["charts/learning_rate"] == pytest.approx(slow.rates[0], rel=1e-6)
+    told = [message[1] for message in played.messages if message[0] == "scalars"]
+    assert len(told) >= 2  # of the first update, of the last one, and of others where they take seconds
+    for k in (0, -1):
+        expected = slow.told[k] | {"losses/grad_norm": slow.norms[k], "charts/learning_rate": slow.rates[k]}
+        assert told[k] == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 # ------------------------------------------------------------------------------- whole algorithms against these

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import json
 import multiprocessing
 import os
@@ -182,7 +183,7 @@ def test_run_directory_and_summary(trainer: ModuleType, finished: Callable[[Modu
         tags |= {"losses/policy_loss", "losses/value_loss", "losses/entropy"}
     assert set(accumulator.Tags()["scalars"]) == tags
     assert {event.value for event in accumulator.Scalars("charts/episodic_length")} == {7}
-    assert accumulator.Scalars("charts/learning_rate")[-1].value == pytest.approx(7e-4 * (1 - 5 / 200))
+    assert accumulator.Scalars("charts/learning_rate")[-1].value == 0  # of the last update
     assert accumulator.Scalars("charts/SPS")[-1].step == 200
     evaluation = accumulator.Scalars("eval/return_mean")
     assert [(e.step, e.value) for e in evaluation] == [(200, pytest.approx(result["eval"]["mean"]))]
@@ -322,6 +323,46 @@ def test_statistics_are_shared_and_gradients_are_not() -> None:
     assert torch.equal(square, alone.state[expected.weight]["square"]) and square.all()
     assert torch.equal(model.weight, expected.weight)
     assert model.weight.grad is None and private.all()
+
+
+def only_the_second(trainer: str, worker: Worker, *arguments: Any) -> None:
+    """Of two actor-learners the first waits until the second has done all the work."""
+    if worker.index == 1:
+        importlib.import_module(trainer).actor_learner(worker, *arguments)
+    while int(worker.counts.sum()) < worker.total_steps:
+        time.sleep(0.01)
+
+
+@each_trainer
+def test_each_process_moves_what_all_share(trainer: ModuleType, tmp_path: Path) -> None:
+    """Another process than the first, and processes that race count and learn both."""
+    args, _ = trainer.parse(["--env-id", "CartPole-v1", "--n-processes", "2", "--run-dir", str(tmp_path / "r")])
+    models = [trainer.make_model(args) for _ in range(1 if trainer is a3c else 2)]
+    optimizers = trainer.make_optimizers(args, models[0])
+    before = copy.deepcopy(models[0].state_dict())
+    share(models[0], *optimizers)
+    share(models[-1])
+    with Team(functools.partial(only_the_second, trainer.__name__), (args, *models, optimizers), 2, 200) as team:
+        assert wait_for(lambda: team.global_step == 200 and not any(p.is_alive() for p in team.processes), 60)
+        assert team.counts.tolist() == [0, 200]
+    for name, p in models[0].named_parameters():
+        assert not torch.equal(p, before[name]) and optimizers[0].state[p]["square"].any(), name
+
+
+@each_trainer
+def test_too_many_shared_statistics(
+    trainer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One line, as a file is open for each."""
+
+    def share_memory(module: nn.Module) -> None:
+        raise RuntimeError("unable to open shared memory object: Too many open files (24)\nand more")
+
+    monkeypatch.setattr(nn.Module, "share_memory", share_memory)
+    assert run(trainer, "--env-id", "CartPole-v1", *ONE, "--total-steps", "100", "--run-dir", "r") == 1
+    stderr = capfd.readouterr().err
+    assert stderr.startswith(f"{trainer.__name__}.py: shared memory: ") and "ulimit -n" in stderr
+    assert len(stderr.splitlines()) == 1
 
 
 # ------------------------------------------------------------------------------------------------ determinism

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from gymnasium import spaces
 from torch import Tensor
 
+import common.run
 import paac
 from tests import paac_envs
 from tests.helpers import check_bfloat16
@@ -438,6 +439,19 @@ def test_running_norm_keeps_its_accuracy() -> None:
     assert norm.var.item() == pytest.approx(0.01, rel=0.02)
 
 
+def test_policy_of_evaluation_samples_as_in_training() -> None:
+    model = actor_critic("mlp")
+    with torch.no_grad():
+        model.policy[-1].weight *= 4
+        logits = model(torch.ones(1, 3))[0][0].double()
+    policy = paac.make_policy(model, paac.Args())
+    expected = (logits.exp() / logits.exp().sum()).numpy()
+    assert 0.2 < expected.max() < 0.8
+    torch.manual_seed(0)
+    actions = policy(np.ones((20_000, 3), np.float32))
+    np.testing.assert_allclose(np.bincount(actions, minlength=4) / 20_000, expected, atol=0.015)
+
+
 # ---------------------------------------------------------------------------------------------------- actions
 
 
@@ -504,6 +518,7 @@ class SlowPaac:
         self.squares = {k: torch.ones_like(v) for k, v in self.params.items()}
         self.seen: list[np.ndarray] = []  # by RunningNorm before this rollout
         self.norms: list[float] = []
+        self.told: list[dict[str, float]] = []  # what is logged of each update
 
     def network(self, head: str, obs: np.ndarray) -> Tensor:
         x = torch.tensor(obs, dtype=torch.float64)
@@ -527,7 +542,7 @@ class SlowPaac:
     def update(self, walks: list[dict], first: int, samples: list[np.ndarray] | None) -> None:
         a = self.args
         loss = torch.zeros((), dtype=torch.float64)
-        new = []
+        new, policy_loss, value_loss, entropies = [], 0.0, 0.0, []
         for e, walk in enumerate(walks):
             for t in range(first, first + a["t_max"]):
                 obs = walk["obs"][t]
@@ -554,11 +569,20 @@ class SlowPaac:
                     log_prob, entropy = log_p[int(walk["action"][t])], -(log_p.exp() * log_p).sum()
                 loss = loss - log_prob * (R - value.item()) - a["entropy_coef"] * entropy
                 loss = loss + a["value_coef"] * (R - value) ** 2
+                policy_loss -= (log_prob * (R - value) + a["entropy_coef"] * entropy).item() / len(walks)
+                value_loss += a["value_coef"] * (R - value.item()) ** 2 / len(walks)
+                entropies.append(entropy.item())
         grads = torch.autograd.grad(loss / len(walks), list(self.params.values()))
         norm = math.sqrt(sum((g**2).sum().item() for g in grads))
         self.norms.append(norm)
         step = (first + a["t_max"]) * len(walks)
         lr = a["learning_rate"] * (1 - step / a["total_steps"])
+        told = {
+            "losses/policy_loss": policy_loss,
+            "losses/value_loss": value_loss,
+            "losses/entropy": np.mean(entropies),
+        }
+        self.told.append(told | {"losses/grad_norm": norm, "charts/learning_rate": lr})
         with torch.no_grad():
             for (name, p), g in zip(self.params.items(), grads, strict=True):
                 g = g * min(1.0, a["max_grad_norm"] / norm)
@@ -593,7 +617,11 @@ def test_train_is_algorithm_1(case: str, tmp_path: Path, monkeypatch: pytest.Mon
     flags.append("--clip-rewards" if options["clip_rewards"] else "--no-clip-rewards")
     kwargs = {"ends": options["ends"], "continuous": options["continuous"]}
 
-    initial, samples = {}, []
+    initial, samples, told, count_update = {}, [], [], common.run.Run.count_update
+
+    def watched_count_update(self: common.run.Run, step: int, scalars: dict) -> None:
+        told.append({name: common.run.to_float(value) for name, value in scalars.items()})
+        count_update(self, step, scalars)
 
     class Watched(paac.ActorCritic):
         def __init__(self, *arguments: object) -> None:
@@ -605,6 +633,7 @@ def test_train_is_algorithm_1(case: str, tmp_path: Path, monkeypatch: pytest.Mon
         return to_env(actions, space)
 
     to_env = paac.to_env
+    monkeypatch.setattr(common.run.Run, "count_update", watched_count_update)
     monkeypatch.setattr(paac, "ActorCritic", Watched)
     monkeypatch.setattr(paac, "to_env", watched_to_env)
     monkeypatch.setattr(paac, "env_seed", lambda seed, step: seed)
@@ -619,6 +648,7 @@ def test_train_is_algorithm_1(case: str, tmp_path: Path, monkeypatch: pytest.Mon
     slow = SlowPaac(initial, values, options["continuous"])
     for update in range(3):
         slow.update(walks, 3 * update, samples)
+        assert told[update] == pytest.approx(slow.told[update], rel=1e-3, abs=1e-5)
     if options["max_grad_norm"] < 40:  # the threshold lies where the gradient of the mean would pass unclipped
         assert all(norm / 3 < options["max_grad_norm"] < norm for norm in slow.norms[:2]), slow.norms
     trained = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["model"]

@@ -26,6 +26,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
+import a3c
 import common.checkpoint
 import common.evaluation
 import common.flags
@@ -110,6 +111,46 @@ def test_returns_are_raw_scores(tmp_path: Path) -> None:
     assert run("--env-id", "tests.paac_envs:Faulty-v0", "--env-kwargs", kwargs, *flags, "--run-dir", "r") == 0
     assert summary(tmp_path / "r")["return_last_100"] == pytest.approx(7e35)
     assert summary(tmp_path / "r")["eval"]["mean"] == pytest.approx(7e35)
+
+
+def test_episodes_of_an_atari_game(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two games, each ended by the limit every 150 steps: scores and lengths are those of the rewards that came."""
+    rewards, learned_rewards = [], paac.learned_rewards
+    monkeypatch.setattr(paac, "learned_rewards", lambda r, args: rewards.append(r.copy()) or learned_rewards(r, args))
+    flags = ["--env-id", "SpaceInvadersNoFrameskip-v4", "--env-kwargs", '{"max_num_frames_per_episode": 600}']
+    flags += ["--n-envs", "2", "--n-workers", "1", "--eval-episodes", "0", "--total-steps", "920"]
+    assert run(*flags, "--run-dir", "r") == 0
+    scores = np.array(rewards)[:450].reshape(3, 150, 2).sum(1)
+    assert checkpoint(tmp_path / "r")["returns"] == scores.ravel().tolist() and len(set(scores.ravel())) > 2
+    assert summary(tmp_path / "r")["episodes"] == 6 and summary(tmp_path / "r")["return_last_100"] == scores.mean()
+
+
+@pytest.mark.parametrize(("cores", "n_envs", "n_workers"), [(2, 32, 2), (64, 32, 8), (64, 5, 5), (1, 1, 1)])
+@pytest.mark.parametrize("trainer", [paac, ppo_batch], ids=["paac", "ppo_batch"])
+def test_default_number_of_workers(
+    trainer: ModuleType, cores: int, n_envs: int, n_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "n_cores", lambda: cores)
+    args, _ = trainer.parse(["--env-id", "CartPole-v1", "--n-envs", str(n_envs)])
+    assert args.n_workers == n_workers
+
+
+@pytest.mark.parametrize("trainer", [paac, ppo_batch, a3c], ids=["paac", "ppo_batch", "a3c"])
+def test_actions_that_are_a_matrix(trainer: ModuleType, tmp_path: Path) -> None:
+    """The environment refuses whatever is not in its space; evaluation plays in it too."""
+    flags = ["--n-processes", "1"] if trainer is a3c else ["--n-envs", "2", "--n-workers", "0", "--t-max", "10"]
+    flags += ["--minibatch-size", "10"] if trainer is ppo_batch else []
+    flags += ["--total-steps", "60", "--eval-episodes", "2", "--run-dir", "r"]
+    assert helpers.run(trainer, "--env-id", "tests.paac_envs:Lattice-v0", *flags) == 0
+    assert summary(tmp_path / "r")["episodes"] == 20
+    assert summary(tmp_path / "r")["eval"]["min"] >= 3 * 2 * (-2 + 0 + 5)
+
+
+def test_steps_and_episodes_agree_after_a_failure(tmp_path: Path) -> None:
+    """What was played since the last update is lost, and is counted once when it is played again."""
+    flags = [flag.replace('"after": 38', '"after": 44') for flag in faulty("raise", 0, tmp_path / "r")]
+    assert run(*flags) == 1  # episodes of seven steps have ended at step 42, two after the last update
+    assert [checkpoint(tmp_path / "r")[name] for name in ("step", "episodes")] == [4 * 40, 4 * 5]
 
 
 def test_evaluate_adds_to_the_summary_and_touches_nothing_else(tmp_path: Path) -> None:
@@ -781,7 +822,6 @@ def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(*BANDIT, *SMALL, "--total-steps", "40", "--run-dir", "r") == 0
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is available")
 def test_refused_without_cuda(refused: Callable[..., str]) -> None:
     assert "--device" in refused("--env-id", "tests.paac_envs:Bandit-v0", "--device", "cuda")
 
@@ -826,7 +866,7 @@ def test_learning(env: str, flags: list[str], goal: float, tmp_path: Path) -> No
 # ------------------------------------------------------------------------------------------------------- CUDA
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(
     "flags",
     [

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import tyro
 
 from benchmarks.learning import CONSTANTS, PONG, suite
@@ -47,7 +46,7 @@ def test_commands_are_found() -> None:
 
 @pytest.mark.parametrize(("source", "command"), cases())
 def test_command_is_taken(
-    source: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    source: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """The flags exist, their values are allowed, and the environment can be made. Nothing is trained."""
     monkeypatch.chdir(tmp_path)  # the run directory
@@ -55,8 +54,8 @@ def test_command_is_taken(
     for env_id, package in OPTIONAL.items():
         if env_id in flags:
             pytest.importorskip(package)
-    if "cuda" in flags and not torch.cuda.is_available():
-        pytest.skip("needs CUDA")
+    if "cuda" in flags:
+        request.getfixturevalue("cuda")
     name = program.removesuffix(".py")
     if name in TRAINERS:
         args, _ = importlib.import_module(name).parse(flags)
