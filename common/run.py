@@ -226,7 +226,7 @@ class Run:
         self.step = self.updates = self.episodes = self.signal = 0
         self.wall_seconds, self.returns = 0.0, deque(maxlen=100)  # of the last 100 episodes
         self.scalars: dict[str, Any] = {}  # of the last update
-        self.ended: list[tuple[float, float]] = []  # (return, length) of episodes of steps that are not counted yet
+        self.uncounted: list[tuple[float, float]] = []  # (return, length) of episodes of steps that are not counted yet
         self.finished: list[tuple[float, float]] = []  # of those since the last point
         if checkpoint:
             self._restore(checkpoint)
@@ -273,7 +273,7 @@ class Run:
 
         They count with the next update or `advance`, so that a failure before it leaves steps and episodes in accord.
         """
-        self.ended.extend(zip(returns.tolist(), lengths.tolist(), strict=True))
+        self.uncounted.extend(zip(returns.tolist(), lengths.tolist(), strict=True))
 
     def count_update(self, step: int, scalars: dict[str, Any]) -> None:
         """Take note of an update; now and then log the scalars, show the progress and write a checkpoint."""
@@ -298,10 +298,10 @@ class Run:
     def _advance(self, step: int) -> None:
         self.bar.update(step - self.step)
         self.step = step
-        self.episodes += len(self.ended)
-        self.returns.extend(episode_return for episode_return, _ in self.ended)
-        self.finished += self.ended
-        self.ended.clear()
+        self.episodes += len(self.uncounted)
+        self.returns.extend(episode_return for episode_return, _ in self.uncounted)
+        self.finished += self.uncounted
+        self.uncounted.clear()
 
     def _log(self) -> None:
         now, total = time.monotonic(), self.args.total_steps

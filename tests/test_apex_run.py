@@ -1639,12 +1639,15 @@ def test_an_atari_game_from_start_to_end(tmp_path: Path, capfd: pytest.CaptureFi
 # ------------------------------------------------------------------------------------------------------- CUDA
 
 
+PONG = ["--env-id", "PongNoFrameskip-v4", "--env-kwargs", '{"max_num_frames_per_episode": 160}']
+
+
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("replay_device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     "flags",
-    [SEVEN, ["--env-id", "PongNoFrameskip-v4", "--env-kwargs", '{"max_num_frames_per_episode": 160}']],
-    ids=["vector", "image"],
+    [SEVEN, PONG, [*PONG, "--bfloat16"]],
+    ids=["vector", "image", "bfloat16"],
 )
 def test_training_on_cuda(
     flags: list[str], replay_device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

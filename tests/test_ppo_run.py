@@ -512,6 +512,9 @@ def test_learning(env_id: str, flags: list[str], goal: float, tmp_path: Path) ->
 # ------------------------------------------------------------------------------------------------------- CUDA
 
 
+PONG = ["--env-id", "PongNoFrameskip-v4", "--env-kwargs", '{"max_num_frames_per_episode": 160}']
+
+
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(
     "flags",
@@ -519,9 +522,10 @@ def test_learning(env_id: str, flags: list[str], goal: float, tmp_path: Path) ->
         ["--env-id", ENV.format("Echo")],
         ["--env-id", ENV.format("Echo"), "--env-kwargs", '{"continuous": true}'],
         ["--env-id", ENV.format("Steady"), "--env-kwargs", '{"max_episode_steps": 4}'],
-        ["--env-id", "PongNoFrameskip-v4", "--env-kwargs", '{"max_num_frames_per_episode": 160}', "--t-max", "48"],
+        [*PONG, "--t-max", "48"],
+        [*PONG, "--t-max", "48", "--bfloat16"],
     ],
-    ids=["discrete", "continuous", "time limits", "image"],
+    ids=["discrete", "continuous", "time limits", "image", "bfloat16"],
 )
 def test_training_on_cuda(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few updates, interrupted and resumed there; the checkpoint then serves on the CPU."""
