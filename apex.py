@@ -36,10 +36,10 @@ Departures: a time limit does not cut the return, it bootstraps from the final o
 after 108,000 frames, not 50,000; losing a life does not end one; 0 to 30 no-ops; three black frames in the first
 stack; frames lie in the memory once and uncompressed, where the paper has PNGs; batches are drawn when they are
 needed, not ahead; the learner takes chunks between two updates, and an actor waits while all of its slots for chunks
-are full, where the paper never blocks it;
-50 million steps are 200 million frames, the paper has 22.8 billion. `--replay-ratio` holds learner and actors to a
-ratio, which the paper leaves to the machine (0.78 by its rates with 360 actors). The paper has no vectors: the MLP
-and the preset `vector` are ours. On CUDA PyTorch computes convolutions in TF32 unless told otherwise.
+are full, where the paper never blocks it; 50 million steps are 200 million frames, the paper has 22.8 billion.
+`--replay-ratio` holds learner and actors to a ratio, which the paper leaves to the machine (0.78 by its rates with
+360 actors). The paper has no vectors: the MLP and the preset `vector` are ours. On CUDA PyTorch computes convolutions
+in TF32 unless told otherwise.
 Each actor seeds its random stream with (seed, step at its start, its index), after --resume and a replacement as well.
 A step counts when the learner has received it; what was under way at an end or a death is lost.
 """

@@ -206,7 +206,7 @@ def pick_n_processes(args: Any, checkpoint: dict | None) -> int:
 def share(module: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
     """Move the parameters of a module and the statistics of its optimizers into shared memory.
 
-    Raises: OSError: too many of them, each of which keeps a file open.
+    Raises: OSError: there is no room for them, each of which keeps a file open.
     """
     try:
         module.share_memory()
@@ -215,7 +215,7 @@ def share(module: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
                 for tensor in state.values():
                     tensor.share_memory_()
     except RuntimeError as error:
-        raise OSError(f"shared memory: {str(error).splitlines()[0]}; ulimit -n raises the number of files") from error
+        raise OSError(f"shared memory: {str(error).splitlines()[0]}; ulimit -n and /dev/shm are its limits") from error
 
 
 @torch.no_grad()

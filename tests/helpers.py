@@ -47,6 +47,19 @@ def faulty(fault: str, n_workers: int, run_dir: Path) -> list[str]:
     return [*flags, "--total-steps", str(ENDLESS), "--run-dir", str(run_dir)]
 
 
+def watch_bfloat16(trainer: ModuleType, network: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each network that is made from now on, whether it computes in bfloat16."""
+    made: list[bool] = []
+
+    class Watched(getattr(trainer, network)):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self.bfloat16)
+
+    monkeypatch.setattr(trainer, network, Watched)
+    return made
+
+
 def stop_after(monkeypatch: pytest.MonkeyPatch, updates: int, number: int = signal.SIGINT) -> None:
     """Let a signal arrive in the midst of a run, once, after so many updates."""
     count_update = common.run.Run.count_update

@@ -39,7 +39,7 @@ from common.actors import Actors, Fields, Link
 from common.flags import check_env
 from common.processes import WorkerError
 from tests import helpers
-from tests.helpers import check_files, checkpoint, same, squares, stop_after, summary, wait_for
+from tests.helpers import check_files, checkpoint, same, squares, stop_after, summary, wait_for, watch_bfloat16
 from tests.paac_envs import Bandit
 
 pytestmark = pytest.mark.usefixtures("own_folder_and_handlers")
@@ -733,14 +733,7 @@ def test_actors_explore_with_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_bfloat16_reaches_the_networks(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[bool] = []
-
-    class Watched(apex.QNetwork):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            made.append(self.bfloat16)
-
-    monkeypatch.setattr(apex, "QNetwork", Watched)
+    made = watch_bfloat16(apex, "QNetwork", monkeypatch)
     flags = ["--env-id", ENV.format("PixelCue"), *ONE, "--learning-starts", "60", "--total-steps", "100"]
     assert run(*flags, "--bfloat16", "--run-dir", "r") == 0
     assert made == [True, True]  # the learner's and its actor's

@@ -114,7 +114,7 @@ def test_returns_are_raw_scores(tmp_path: Path) -> None:
 
 
 def test_episodes_of_an_atari_game(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two games, each ended by the limit every 150 steps: scores and lengths are those of the rewards that came."""
+    """Two games, each ended by the limit every 150 steps: the scores are the sums of the rewards that came."""
     rewards, learned_rewards = [], paac.learned_rewards
     monkeypatch.setattr(paac, "learned_rewards", lambda r, args: rewards.append(r.copy()) or learned_rewards(r, args))
     flags = ["--env-id", "SpaceInvadersNoFrameskip-v4", "--env-kwargs", '{"max_num_frames_per_episode": 600}']

@@ -24,7 +24,7 @@ import ppo_batch
 from common.flags import check_env
 from common.vec_env import make_vec_env
 from tests import helpers
-from tests.helpers import check_files, checkpoint, faulty, same, stop_after, summary
+from tests.helpers import check_files, checkpoint, faulty, same, stop_after, summary, watch_bfloat16
 from tests.test_ppo_math import Watch
 
 pytestmark = pytest.mark.usefixtures("own_folder_and_handlers")
@@ -78,14 +78,7 @@ def test_a_small_network_has_one_thread(trainer: ModuleType, observations: str, 
 
 @pytest.mark.parametrize("trainer", [paac, ppo_batch], ids=lambda trainer: trainer.__name__)
 def test_bfloat16_reaches_the_network(trainer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[bool] = []
-
-    class Watched(trainer.ActorCritic):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            made.append(self.bfloat16)
-
-    monkeypatch.setattr(trainer, "ActorCritic", Watched)
+    made = watch_bfloat16(trainer, "ActorCritic", monkeypatch)
     flags = ["--n-envs", "2", "--t-max", "2", "--total-steps", "4", "--bfloat16"]
     flags += ["--minibatch-size", "4"] if trainer is ppo_batch else []
     folder = str(tmp_path / "r")
@@ -314,9 +307,7 @@ def test_a_rollout_must_fit_into_memory(
         assert ("--n-envs 4 with 6 steps between updates" in capfd.readouterr().err) == (code == 2)
 
 
-def test_update_interval_beside_resume_is_not_ignored(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_update_interval_beside_resume_is_not_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It overrides the run's own, as every flag does."""
     flags = ["--n-envs", "4", "--update-interval", "24", "--minibatch-size", "10", "--total-steps", "24"]
     assert run("--env-id", ENV.format("Echo"), *HERE, *flags, "--run-dir", "r") == 0
