@@ -26,10 +26,15 @@ find_cuda, HAS_CUDA, VISIBLE = (
     os.environ.get("CUDA_VISIBLE_DEVICES"),
 )
 torch.cuda.is_available = lambda: False
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for subprocesses
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where a shell runs the tests in its background
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and this one by nohup
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_gpu_for_subprocesses() -> None:
+    """A fixture, as the workers of pytest-xdist would inherit it from what imports this file."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture

@@ -1629,6 +1629,15 @@ def test_an_atari_game_from_start_to_end(tmp_path: Path, capfd: pytest.CaptureFi
     assert {"losses/td_loss", "charts/replay_ratio", "charts/SPS"} <= points.keys()
 
 
+def test_memory_of_the_device_counts(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1 GB 30 batches of 512 x 28,224 bytes are the learner's, 0.57 GB are left; a frame has 7,056 bytes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 2 * 10**9))
+    one = ["--replay-device", "cuda", "--n-actors", "1"]
+    assert "14.7 GB of memory, 0.6 GB are free for it" in refused(*one, "--capacity", "2000000")
+    assert 60_000 < parse(*one, "--run-dir", "r").capacity < 0.8 * 566e6 / 7056  # four fifths of what fits
+
+
 # ------------------------------------------------------------------------------------------------------- CUDA
 
 
@@ -1658,14 +1667,8 @@ def test_training_on_cuda(
     after = checkpoint(tmp_path / "r")
     assert after["updates"] > 12 and not same(after["model"], state["model"])
     assert all(x.isfinite().all() for x in after["model"].values())
-    assert (after["replay"]["written"] > state["replay"]["written"]).all()
+    before, written = state["replay"]["written"], after["replay"]["written"]  # one actor may have had all of the steps
+    assert (written >= before).all() and (written > before).any()
     assert summary(tmp_path / "r")["eval"]["episodes"] == 2
     assert run("--evaluate", "r", "--device", "cpu", "--eval-episodes", "3") == 0
     assert summary(tmp_path / "r")["eval"]["episodes"] == 3
-
-
-@pytest.mark.usefixtures("cuda")
-def test_memory_of_the_device_counts(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 2 * 10**9))
-    assert "1.0 GB are free for it" in refused("--replay-device", "cuda", "--capacity", "2000000")
-    assert 100_000 < parse("--replay-device", "cuda", "--run-dir", "r").capacity < 120_000
