@@ -20,11 +20,8 @@ import common.run
 from tests.helpers import content, run
 
 # A GPU is for the tests that ask for it: others compare with numbers of the CPU.
-find_cuda, HAS_CUDA, VISIBLE = (
-    torch.cuda.is_available,
-    torch.cuda.is_available(),
-    os.environ.get("CUDA_VISIBLE_DEVICES"),
-)
+find_cuda = torch.cuda.is_available
+HAS_CUDA, VISIBLE = find_cuda(), os.environ.get("CUDA_VISIBLE_DEVICES")
 torch.cuda.is_available = lambda: False
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where a shell runs the tests in its background
