@@ -170,8 +170,8 @@ def published(trainer: str, env_id: str, runs: list[Result]) -> str:
 def table(tasks: dict[str, dict[str, list[Result]]]) -> str:
     """Markdown: a line for each task and trainer, with the standard error of the mean over seeds.
 
-    Steps are those of the longest seed, minutes their mean. The mean of one seed and the interval of fewer than three
-    are left out, and so are columns that stay empty.
+    Steps are where the longest seed's curve ends, with an episode; minutes are the mean of the seeds. The mean of one
+    seed and the interval of fewer than three are left out, and so are columns that stay empty.
     """
     titles = "task, trainer, steps, minutes, interquartile mean [95 %], mean ± s.e., each seed, published"
     rows = [titles.split(", ")]

@@ -63,9 +63,9 @@ class Args:
     env_id: str = "PongNoFrameskip-v4"
     """environment"""
     n_envs: tuple[int, ...] = ()
-    """numbers of environments to measure; none: 32 for paac, 8 for ppo_batch; the others, and `all`, take no other"""
+    """numbers of environments to measure; none: 32 for paac, 8 for ppo_batch, the only ones that take this flag"""
     archs: tuple[str, ...] = ()
-    """networks to measure; none: nips and nature for paac on Pong, else the trainer's default; `all` takes no other"""
+    """networks to measure; none: nips and nature for paac on Pong, else the default; for paac, ppo_batch and apex"""
     device: Literal["cpu", "cuda"] = "cpu"
     """where the network is"""
     seconds: float = 20.0
@@ -73,7 +73,7 @@ class Args:
     rounds: int = 3
     """rounds"""
     flags: str = ""
-    """more flags for the trainer, such as --bfloat16"""
+    """more flags for the trainer, such as --bfloat16; for paac, ppo_batch and apex"""
     sb3: bool = False
     """beside paac and ppo_batch stable-baselines3's A2C and PPO, on images with our network, in their own processes"""
     pfrl: bool = False
@@ -292,6 +292,10 @@ def main() -> None:
     if args.sb3_worker:
         print(sb3_rate(args, args.trainer, args.n_envs[0]))
         return
+    takers = {"n_envs": [*N_ENVS], "archs": [*N_ENVS, "apex"], "flags": [*N_ENVS, "apex"]}
+    for flag, trainers in takers.items():
+        if getattr(args, flag) and args.trainer not in trainers:
+            sys.exit(f"throughput.py: --{flag.replace('_', '-')}: not with --trainer {args.trainer}")
     keep_freed_memory()  # as the trainers' main does
     threads = torch.get_num_threads()
     gpu = f", {torch.cuda.get_device_name()}" if args.device == "cuda" else ""

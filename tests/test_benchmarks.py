@@ -352,6 +352,23 @@ def test_throughput(trainer: str, capsys: pytest.CaptureFixture, monkeypatch: py
         assert len(lines) == 1
 
 
+@pytest.mark.parametrize(
+    ("trainer", "flags"),
+    [
+        ("apex", "--n-envs 8"),
+        ("a3c", "--archs nature"),
+        ("sarsa", "--flags=--no-such-flag"),
+        ("all", "--flags=--bfloat16"),
+    ],
+)
+def test_throughput_refuses_what_the_trainer_does_not_take(
+    trainer: str, flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["throughput.py", "--trainer", trainer, *flags.split()])
+    with pytest.raises(SystemExit, match=f"{re.split('[ =]', flags)[0]}: not with --trainer {trainer}"):
+        throughput.main()
+
+
 @pytest.mark.parametrize("trainer", ["paac", "sarsa"])
 def test_throughput_ends_with_a_signal(trainer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which the trainer that is measured gets."""
