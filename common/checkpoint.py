@@ -66,6 +66,8 @@ def load_checkpoint(script: str, flag: str, run_dir: str) -> dict:
                 raise ValueError(damaged)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         writer, keys = checkpoint["script"], set(checkpoint)
+    except PermissionError as error:
+        raise UsageError(f"{flag} {run_dir}: checkpoint.pt cannot be read: {error.strerror}") from error
     except Exception as error:
         raise UsageError(f"{flag} {run_dir}: checkpoint.pt is damaged or not a checkpoint") from error
     if writer != script:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import traceback
 
 import gymnasium as gym
 import numpy as np
@@ -36,16 +37,26 @@ def make_env(spec: EnvSpec, env_kwargs: dict | None = None, render_mode: str | N
     """
     if is_atari(spec):
         return make_atari_env(spec.id, env_kwargs, render_mode)
+    options = {"render_mode": render_mode} if render_mode else {}
     try:
-        options = {"render_mode": render_mode} if render_mode else {}
         env = gym.make(spec, disable_env_checker=True, **options, **(env_kwargs or {}))
     except TypeError as error:
-        raise ValueError(f"{spec.id} does not take {env_kwargs}: {error}") from error
+        if not (options or env_kwargs):
+            raise
+        raise ValueError(f"{spec.id} does not take {options | (env_kwargs or {})}: {error}") from error
     try:
         return _adapt(env)
     except ValueError:
         env.close()
         raise
+
+
+def close_env(env: gym.Env) -> None:
+    """Close it; where that fails, tell of it and no more: what was done with it is done."""
+    try:
+        env.close()
+    except Exception:
+        traceback.print_exc()
 
 
 def _adapt(env: gym.Env) -> gym.Env:

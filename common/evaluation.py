@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from common.atari import is_atari
-from common.envs import find_spec, make_env
+from common.envs import close_env, find_spec, make_env
 from common.processes import n_cores
 from common.vec_env import env_seed, make_vec_env
 
@@ -63,11 +63,13 @@ def record(args: Any, policy: Policy, stopped: Callable[[], bool] = lambda: Fals
     """Play one episode and write it as agent.gif into the run directory, its first MAX_FRAMES steps at most."""
     env = make_env(find_spec(args.env_id), json.loads(args.env_kwargs), "rgb_array")
     follow_agent(env)
-    with contextlib.closing(env):
+    with contextlib.ExitStack() as stack:
+        stack.callback(close_env, env)
         obs, done, frames, score = env.reset(seed=env_seed(args.seed, 0, 2))[0], False, [], 0.0
         while not done and len(frames) < MAX_FRAMES:
             frames.append(Image.fromarray(env.render()))
-            obs, reward, terminated, truncated, _ = env.step(policy(obs[None])[0])
+            (action,) = policy(np.asarray(obs, env.observation_space.dtype)[None])
+            obs, reward, terminated, truncated, _ = env.step(action)
             score, done = score + float(reward), terminated or truncated
             if stopped():
                 return

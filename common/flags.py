@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import os
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import gymnasium as gym
@@ -180,11 +180,7 @@ def free_memory(device: str) -> float:
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         free = [int(lines["MemAvailable"].split()[0]) * 1024]
-    with contextlib.suppress(OSError, ValueError, KeyError):  # the limit of a container; "max" where there is none
-        group = Path("/sys/fs/cgroup")
-        used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cache = int(used["inactive_file"])  # given back when it is needed
-        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()) + cache)
+    free += group_memory()
     with contextlib.suppress(OSError, ValueError, ImportError):  # the limit of a process, `ulimit -v`
         from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
 
@@ -192,6 +188,23 @@ def free_memory(device: str) -> float:
             used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
             free.append(limit - used)
     return min(free)
+
+
+def group_memory() -> list[float]:
+    """Free bytes of the control groups of Linux that hold this process and have a limit: containers, batch jobs."""
+    free, paths = [], {"": "/", "memory": "/"}  # of the hierarchies of version 2 and of version 1
+    with contextlib.suppress(OSError):
+        paths |= dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    version_2 = ("/sys/fs/cgroup", paths[""], "max", "current", "inactive_file")
+    version_1 = ("/sys/fs/cgroup/memory", paths["memory"], "limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+    for mount, path, limit, usage, cache in (version_2, version_1):
+        for group in (PurePosixPath(path), *PurePosixPath(path).parents):
+            start = f"{mount}{group}/memory."
+            with contextlib.suppress(OSError, ValueError, KeyError):  # not there, or no limit: "max"
+                used = dict(line.split() for line in Path(start + "stat").read_text().splitlines())
+                given_back = int(used[cache])  # when it is needed
+                free.append(int(Path(start + limit).read_text()) - int(Path(start + usage).read_text()) + given_back)
+    return free
 
 
 def check_rollout(args: Any, n_steps: int, space: gym.Space, more_bytes: int = 0) -> None:

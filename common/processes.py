@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import multiprocessing.resource_tracker
 import os
@@ -82,3 +83,7 @@ def enter_worker() -> None:
         signal.signal(number, handler)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # even in the middle of a step
+    if sys.platform == "linux":  # and in native code that lets no thread run: the end of the pipe is a signal there
+        signal.signal(signal.SIGIO, signal.SIG_DFL)
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)

@@ -203,10 +203,11 @@ class Replay:
 
 
 def check_saved_replay(args: Any, checkpoint: dict[str, Any]) -> None:
-    """Raises UsageError: the checkpoint has no replay memory, or what is in it would mean something else now."""
+    """Raises UsageError: the checkpoint has no replay memory, or one of another shape or meaning."""
     if "replay" not in checkpoint:
         raise UsageError(f"--save-replay: the checkpoint of {args.resume} has no replay memory")
-    for name in ("gamma", "clip_rewards", "reward_scale", "priority_alpha", "priority_eps"):
+    meaning = ("gamma", "clip_rewards", "reward_scale", "priority_alpha", "priority_eps")
+    for name in (*meaning, "capacity", "n_actors", "envs_per_actor"):
         if getattr(args, name) != (saved := checkpoint["args"][name]):
             what = f"the saved replay memory was made with {saved}; --no-save-replay goes on without it"
             raise UsageError(f"{flag_and_value(args, name)}: {what}")
@@ -230,6 +231,8 @@ def fit_replay(args: Any, space: spaces.Box) -> None:
     Raises:
         UsageError: it does not fit into the free memory, or is too small for what the flags ask of it.
     """
+    if args.capacity is not None:
+        check_range(args, "capacity", 1)
     if args.replay_device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--replay-device cuda: no CUDA device is available")
     batch_bytes = args.batch_size * math.prod(space.shape) * space.dtype.itemsize
@@ -253,7 +256,6 @@ def fit_replay(args: Any, space: spaces.Box) -> None:
         need = f"{replay_bytes(space, args) / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free for it"
         hint = f"--capacity {fits} fits" if fits >= needed else f"{fits} would fit, at least {needed} are needed"
         raise UsageError(f"--capacity {args.capacity}: it needs {need}; {hint}")
-    check_range(args, "capacity", 1)
     for name in ("learning_starts", "batch_size"):
         if getattr(args, name) > args.capacity:
             raise UsageError(f"{flag_and_value(args, name)}: it is more than --capacity {args.capacity}")

@@ -36,7 +36,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import CloudpickleWrapper, batch_space, concatenate
 
 from common.atari import is_atari, make_atari_vec_env
-from common.envs import find_spec, make_env
+from common.envs import close_env, find_spec, make_env
 from common.processes import WorkerError, enter_worker, n_cores, start_worker
 
 AWAKE_SECONDS = 0.001
@@ -57,12 +57,15 @@ class VecEnv(VectorEnv):
             0 steps all of them in the calling process.
         copy: whether `reset` and `step` return observations of their own; False returns the shared arrays,
             which the next call overwrites.
+        final_info: whether to pass it on. Gymnasium cannot put every info in an array with those of others.
 
     Raises:
         ValueError: no environments, fewer of them than workers, or a space without fixed size.
     """
 
-    def __init__(self, env_fns: Sequence[Callable[[], gym.Env]], n_workers: int = 0, copy: bool = True) -> None:
+    def __init__(
+        self, env_fns: Sequence[Callable[[], gym.Env]], n_workers: int = 0, copy: bool = True, final_info: bool = True
+    ) -> None:
         self.num_envs, self.copy = len(env_fns), copy
         if self.num_envs < 1:
             raise ValueError("at least one environment is needed")
@@ -80,7 +83,7 @@ class VecEnv(VectorEnv):
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
 
-        memory = _Memory(self.num_envs, self.single_observation_space, self.single_action_space)
+        memory = _Memory(self.num_envs, self.single_observation_space, self.single_action_space, final_info)
         arrays = memory.arrays()
         self._observations, self._final_observations, self._actions = arrays[:3]
         self._rewards, self._terminations, self._truncations = arrays[3:]
@@ -206,8 +209,8 @@ class _Failure:
 class _Memory:
     """Shared memory for one step of all environments. Anonymous, so that no exit of any process can leak it."""
 
-    def __init__(self, n_envs: int, observation_space: gym.Space, action_space: gym.Space) -> None:
-        self.observation_space = observation_space
+    def __init__(self, n_envs: int, observation_space: gym.Space, action_space: gym.Space, final_info: bool) -> None:
+        self.observation_space, self.final_info = observation_space, final_info
         observations = (n_envs, *observation_space.shape), observation_space.dtype
         actions = (n_envs, *action_space.shape), action_space.dtype
         flags = (n_envs,), np.dtype(np.bool_)
@@ -227,7 +230,7 @@ class _Share:
 
     def __init__(self, share: range, memory: _Memory) -> None:
         self.share, self.current = share, share[0]  # `current` says where an exception came from
-        self.envs, self.space = [], memory.observation_space
+        self.envs, self.space, self.final_info = [], memory.observation_space, memory.final_info
         arrays = [array[share.start : share.stop] for array in memory.arrays()]
         self.observations, self.final_observations, self.actions = arrays[:3]
         self.rewards, self.terminations, self.truncations = arrays[3:]
@@ -245,14 +248,14 @@ class _Share:
         return []
 
     def step(self) -> list[tuple[int, dict]]:
-        """Step every environment; returns (index, final info) of those that ended and had one to give."""
+        """Step every environment; returns (index, final info) of those that ended and have one to give."""
         ended, observations, rewards, terminations, truncations = [], [], [], [], []
         for i, (env, action) in enumerate(zip(self.envs, self.actions.copy(), strict=True)):
             self.current = self.share[i]
             obs, reward, terminated, truncated, info = env.step(action)
             if terminated or truncated:
                 self.final_observations[i] = obs
-                if info:
+                if info and self.final_info:
                     ended.append((self.current, info))
                 obs, _ = env.reset()
             observations.append(obs)
@@ -279,7 +282,7 @@ class _Share:
 
     def close(self) -> None:
         for env in self.envs:
-            env.close()
+            close_env(env)
 
 
 def _work(
@@ -358,7 +361,7 @@ def make_vec_env(env_id: str, n_envs: int, n_workers: int = 0, env_kwargs: dict 
     """A vector environment for any Gymnasium id, reset in the step that ends an episode (SAME_STEP).
 
     Atari ids: ALE's vector environment with `n_workers` threads, one at least. All others: `VecEnv` with `n_workers`
-    processes (0: none), each environment made by `make_env`.
+    processes (0: none) and without `final_info`, each environment made by `make_env`.
 
     Raises:
         gymnasium.error.Error, ImportError: no such environment. ValueError: a space that trainers cannot take,
@@ -367,4 +370,4 @@ def make_vec_env(env_id: str, n_envs: int, n_workers: int = 0, env_kwargs: dict 
     spec = find_spec(env_id)
     if is_atari(spec):
         return make_atari_vec_env(spec.id, n_envs, max(n_workers, 1), env_kwargs)
-    return VecEnv([functools.partial(make_env, spec, env_kwargs)] * n_envs, n_workers)
+    return VecEnv([functools.partial(make_env, spec, env_kwargs)] * n_envs, n_workers, final_info=False)

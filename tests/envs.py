@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from typing import Any
 
@@ -149,6 +150,48 @@ class SlowEnv(CountingEnv):
         return super().step(action)
 
 
+class NativeEnv(SlowEnv):
+    """A step is native code that keeps the interpreter's lock for `seconds`, so that no other thread runs."""
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        ctypes.PyDLL(None).sleep(int(self.seconds))
+        return CountingEnv.step(self, action)
+
+
+class SimulatorEnv(CountingEnv):
+    """A program that is gone in step `fails_at`, and cannot be closed after a step.
+
+    Observations are float64 where float32 is announced; the infos of two of them fit into no common array.
+    """
+
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+    made = closed = 0
+
+    def __init__(self, fails_at: int = 10**9, render_mode: str | None = None) -> None:
+        super().__init__()
+        self.fails_at, self.steps, self.render_mode = fails_at, 0, render_mode
+        SimulatorEnv.made += 1
+        self.winner = 0 if SimulatorEnv.made % 2 else None
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        return super().reset()[0].astype(np.float64), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.steps += 1
+        if self.steps == self.fails_at:
+            raise ConnectionError("the simulator is gone")
+        obs, *rest, _ = super().step(action)
+        return obs.astype(np.float64), *rest, {"winner": self.winner}
+
+    def render(self) -> np.ndarray:
+        return np.zeros((20, 20, 3), np.uint8)
+
+    def close(self) -> None:
+        SimulatorEnv.closed += 1
+        if self.steps:
+            raise BrokenPipeError("the simulator cannot be told to quit")
+
+
 class SpaceEnv(CountingEnv):
     """Observations and actions of given spaces, sampled; the reward is the action that arrived."""
 
@@ -201,6 +244,7 @@ _OBSERVATIONS = {
 _ACTIONS = {"": spaces.Discrete(3), "StartAt5": spaces.Discrete(3, start=5), "TupleAction": spaces.Tuple((_BOX,))}
 _ACTIONS["NoAction"] = spaces.Box(-1, 1, (0,), np.float32)
 
+gym.register("Simulator-v0", f"{__name__}:SimulatorEnv")
 gym.register("Picture-v0", f"{__name__}:PictureEnv")
 for _observation, _space in _OBSERVATIONS.items():
     for _action, _action_space in _ACTIONS.items():

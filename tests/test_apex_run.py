@@ -528,6 +528,7 @@ def test_free_memory_that_nothing_tells(flags: list[str], memory: Callable[[floa
         (["--learner-threads", "0"], ["--learner-threads 0"]),
         (["--learner-threads", "1025"], ["--learner-threads 1025"]),
         (["--capacity", "0"], ["--capacity 0"]),
+        (["--capacity", str(2**63)], [f"--capacity {2**63}", str(2**62)]),
         (["--capacity", "-5"], ["--capacity -5"]),
         (["--capacity", "60", "--learning-starts", "20"], ["--capacity 60", "136"]),  # 4 · 2 · (10 + 3 + 4)
         (["--capacity", "199"], ["--learning-starts 200", "--capacity 199"]),
@@ -841,7 +842,8 @@ def test_saved_replay_memory_of_another_shape(
         capfd.readouterr()
         assert run("--resume", "r", *flags, "--total-steps", "600") == 2
         stderr = capfd.readouterr().err
-        assert len(stderr.splitlines()) == 1 and "replay" in stderr
+        assert len(stderr.splitlines()) == 1 and "--no-save-replay" in stderr
+        assert f"{' '.join(flags)}: the saved replay memory" in stderr
         assert {path.name: path.read_bytes() for path in (tmp_path / "r").iterdir()} == before
     assert run("--resume", "r", "--n-actors", "2", "--no-save-replay", "--total-steps", "600") == 0
     assert "replay" not in checkpoint(tmp_path / "r")

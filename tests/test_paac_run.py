@@ -238,6 +238,25 @@ def test_gif_of_an_atari_game(tmp_path: Path) -> None:
     assert summary(tmp_path / "r")["eval"]["episodes"] == 2
 
 
+SIMULATOR = ["--env-id", "tests.envs:Simulator-v0", "--n-workers", "0", *SMALL, "--checkpoint-interval", "1000"]
+
+
+def test_simulator_that_cannot_be_closed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Everything else is done; its observations and infos, which are not as they should be, cost nothing either."""
+    flags = [*SIMULATOR, "--total-steps", "100", "--eval-episodes", "2", "--record"]
+    assert run(*flags, "--run-dir", "r") == 0
+    assert (summary(tmp_path / "r")["status"], summary(tmp_path / "r")["eval"]["mean"]) == ("completed", 3)
+    assert "agent.gif: 3 steps, return 3.00" in capfd.readouterr().out and (tmp_path / "r" / "agent.gif").exists()
+
+
+def test_simulator_that_fails_and_cannot_be_closed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = [*SIMULATOR, "--env-kwargs", '{"fails_at": 28}', "--total-steps", "200"]
+    assert run(*flags, "--run-dir", "r") == 1
+    assert (checkpoint(tmp_path / "r")["step"], summary(tmp_path / "r")["status"]) == (100, "interrupted")
+    stderr = capfd.readouterr().err
+    assert "paac.py: environment 0 of Simulator-v0 failed" in stderr and "ConnectionError: the simulator" in stderr
+
+
 # ----------------------------------------------------------------------------------------------------- resume
 
 
@@ -712,6 +731,26 @@ def test_an_evaluation_that_cannot_be_written_is_printed(
     assert stderr == f"paac.py: {Path('r') / 'summary.json'} cannot be written: No space left on device\n"
 
 
+def test_a_checkpoint_of_somebody_else(tmp_path: Path, refused: Callable[..., str], monkeypatch: Any) -> None:
+    """It is not called damaged."""
+
+    def forbid(*arguments: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    assert run(*BANDIT, *SMALL, "--total-steps", "20", "--run-dir", "r") == 0
+    monkeypatch.setattr(common.checkpoint.zipfile, "ZipFile", forbid)
+    assert "--resume r: checkpoint.pt cannot be read: Permission denied" in refused("--resume", "r")
+
+
+def test_an_error_of_a_constructor_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keyword arguments are not to blame where none were given."""
+    with pytest.raises(ValueError, match=r"Simulator-v0 does not take {.no_such.: 1}"):
+        make_env(find_spec("tests.envs:Simulator-v0"), {"no_such": 1})
+    monkeypatch.setattr("tests.envs.SimulatorEnv.made", None)
+    with pytest.raises(TypeError, match="NoneType"):
+        make_env(find_spec("tests.envs:Simulator-v0"))
+
+
 @pytest.mark.parametrize(
     ("limit", "free"),
     [(None, 3000 * 1024), ("max", 3000 * 1024), ("2000000", 2_000_000 - 900_000 + 400_000), ("9000000", 3000 * 1024)],
@@ -727,6 +766,31 @@ def test_free_memory(limit: str | None, free: int, tmp_path: Path, monkeypatch: 
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(common.flags, "Path", lambda path: tmp_path / path.lstrip("/"))
     assert common.flags.free_memory("cpu") == free
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "names"),
+    [
+        ("0::/jobs/job_7/step_0", "jobs/job_7", ("max", "current", "inactive_file")),
+        ("4:memory:/jobs/job_7", "memory/jobs", ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")),
+        ("4:memory:/elsewhere", "memory", ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")),
+    ],
+)
+def test_free_memory_of_a_batch_job(
+    line: str, folder: str, names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its own group or one that holds it, in either version of Linux's control groups."""
+    limit, usage, cache = names
+    group = tmp_path / "sys/fs/cgroup" / folder
+    group.mkdir(parents=True)
+    (group / f"memory.{limit}").write_text("2000000\n")
+    (group / f"memory.{usage}").write_text("900000\n")
+    (group / "memory.stat").write_text(f"anon 5\n{cache} 400000\n")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"2:cpu:/\n{line}\n")
+    (tmp_path / "proc/meminfo").write_text("MemAvailable:   3000 kB\n")
+    monkeypatch.setattr(common.flags, "Path", lambda path: tmp_path / path.lstrip("/"))
+    assert common.flags.free_memory("cpu") == 2_000_000 - 900_000 + 400_000
 
 
 def test_free_memory_of_a_process_with_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,6 +224,17 @@ def _with_statistics(make: Callable[[], gym.Env]) -> gym.Env:
     return gym.wrappers.RecordEpisodeStatistics(make())
 
 
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_infos_that_fit_into_no_array_do_not_reach_trainers(n_workers: int) -> None:
+    envs = make_vec_env("tests.envs:Simulator-v0", 4, n_workers)
+    envs.reset()
+    for _ in range(3):
+        *_, terminated, _, info = envs.step(np.zeros(4, int))
+    assert terminated.all() and set(info) == {"final_obs", "_final_obs"}
+    np.testing.assert_array_equal(np.ravel(list(info["final_obs"])), [3, 3, 3, 3])
+    envs.close()
+
+
 # What is refused before anything starts
 
 
@@ -389,6 +400,20 @@ def test_a_killed_worker_is_named_while_another_is_busy() -> None:
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_environments_that_cannot_be_closed(
+    n_workers: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each is told of, and the others are closed."""
+    monkeypatch.setattr(test_envs.SimulatorEnv, "closed", 0)
+    envs = VecEnv([test_envs.SimulatorEnv] * 4, n_workers)
+    envs.reset()
+    envs.step(np.zeros(4, int))
+    envs.close()
+    assert capfd.readouterr().err.count("BrokenPipeError: the simulator cannot be told to quit") == 4
+    assert test_envs.SimulatorEnv.closed == (1 if n_workers else 5)  # one was made here for its spaces
+
+
 @needs_proc
 def test_close_does_not_wait_for_a_long_step() -> None:
     envs = VecEnv([SlowEnv] * 2, 2)
@@ -407,11 +432,11 @@ SCRIPT = """
 import functools, multiprocessing, signal, sys
 import numpy as np
 from common.vec_env import VecEnv
-from tests.envs import SlowEnv
+from tests import envs
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, lambda *_: None)
-    envs = VecEnv([functools.partial(SlowEnv, float(sys.argv[1]))] * 3, 2)
+    envs = VecEnv([functools.partial(getattr(envs, sys.argv[1]), float(sys.argv[2]))] * 3, 2)
     envs.reset()
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)
     sys.stdin.readline()
@@ -422,12 +447,12 @@ if __name__ == "__main__":
 """
 
 
-def start_script(tmp_path: Path, seconds_of_a_step: float) -> tuple[subprocess.Popen, list[int]]:
+def start_script(tmp_path: Path, seconds_of_a_step: float, env: str = "SlowEnv") -> tuple[subprocess.Popen, list[int]]:
     """Run SCRIPT up to the point where it waits for a line; returns it and its workers."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     process = subprocess.Popen(
-        [sys.executable, str(script), str(seconds_of_a_step)],
+        [sys.executable, str(script), env, str(seconds_of_a_step)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -442,9 +467,11 @@ def start_script(tmp_path: Path, seconds_of_a_step: float) -> tuple[subprocess.P
 
 
 @needs_proc
-@pytest.mark.parametrize("in_a_step", [False, True])
-def test_workers_die_with_a_killed_parent(in_a_step: bool, tmp_path: Path) -> None:
-    process, pids = start_script(tmp_path, seconds_of_a_step=60)
+@pytest.mark.parametrize(("in_a_step", "env"), [(False, "SlowEnv"), (True, "SlowEnv"), (True, "NativeEnv")])
+def test_workers_die_with_a_killed_parent(in_a_step: bool, env: str, tmp_path: Path) -> None:
+    if env == "NativeEnv" and sys.platform != "linux":
+        pytest.skip("only on Linux is the parent's death a signal")
+    process, pids = start_script(tmp_path, 60, env)
     if in_a_step:
         process.stdin.write("go\n")
         process.stdin.flush()
