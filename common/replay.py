@@ -206,10 +206,13 @@ def check_saved_replay(args: Any, checkpoint: dict[str, Any]) -> None:
     """Raises UsageError: the checkpoint has no replay memory, or one of another shape or meaning."""
     if "replay" not in checkpoint:
         raise UsageError(f"--save-replay: the checkpoint of {args.resume} has no replay memory")
-    meaning = ("gamma", "clip_rewards", "reward_scale", "priority_alpha", "priority_eps")
-    for name in (*meaning, "capacity", "n_actors", "envs_per_actor"):
-        if getattr(args, name) != (saved := checkpoint["args"][name]):
-            what = f"the saved replay memory was made with {saved}; --no-save-replay goes on without it"
+    saved = checkpoint["args"]
+    names = ["gamma", "clip_rewards", "reward_scale", "priority_alpha", "priority_eps", "capacity"]
+    if args.n_actors * args.envs_per_actor != saved["n_actors"] * saved["envs_per_actor"]:
+        names += ["n_actors", "envs_per_actor"]
+    for name in names:
+        if getattr(args, name) != saved[name]:
+            what = f"the saved replay memory was made with {saved[name]}; --no-save-replay goes on without it"
             raise UsageError(f"{flag_and_value(args, name)}: {what}")
 
 

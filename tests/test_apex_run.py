@@ -835,7 +835,7 @@ def test_saved_replay_memory_that_would_mean_something_else(
 def test_saved_replay_memory_of_another_shape(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """More actors: refused in one line, unless the run is to go on without it."""
+    """More environments: refused in one line, unless the run goes on without it; shared out anew they are as many."""
     stopped_run(monkeypatch, tmp_path / "r", *SEVEN, *ONE, "--save-replay")
     before = {path.name: path.read_bytes() for path in (tmp_path / "r").iterdir()}
     for flags in (["--n-actors", "2"], ["--capacity", "1900"]):
@@ -845,7 +845,9 @@ def test_saved_replay_memory_of_another_shape(
         assert len(stderr.splitlines()) == 1 and "--no-save-replay" in stderr
         assert f"{' '.join(flags)}: the saved replay memory" in stderr
         assert {path.name: path.read_bytes() for path in (tmp_path / "r").iterdir()} == before
-    assert run("--resume", "r", "--n-actors", "2", "--no-save-replay", "--total-steps", "600") == 0
+    shared = ["--n-actors", "2", "--envs-per-actor", "1", "--total-steps", "600"]
+    assert run("--resume", "r", *shared) == 0 and "replay" in checkpoint(tmp_path / "r")
+    assert run("--resume", "r", "--n-actors", "2", "--no-save-replay", "--total-steps", "900") == 0
     assert "replay" not in checkpoint(tmp_path / "r")
 
 
