@@ -392,7 +392,8 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
         args.learning_rate = 0.0007 * args.n_envs
     if args.n_workers is None:
         args.n_workers = min(8, n_cores(), args.n_envs)
-    check_rollout(args, args.t_max, env.observation_space, KEPT_BYTES[args.arch])
+    if not args.evaluate:
+        check_rollout(args, args.t_max, env.observation_space, KEPT_BYTES[args.arch])
     check_range(args, "n_workers", 0, args.n_envs)
     if checkpoint is None:
         make_run_dir(SCRIPT, args)

@@ -470,7 +470,8 @@ def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
     args.arch = pick_arch(args, env.observation_space, "nature")
     if args.n_workers is None:
         args.n_workers = min(8, n_cores(), args.n_envs)
-    check_rollout(args, rollout_length(args), env.observation_space, 8 * args.update_epochs)  # indices of all epochs
+    if not args.evaluate:  # with 8 bytes for each index of all epochs
+        check_rollout(args, rollout_length(args), env.observation_space, 8 * args.update_epochs)
     check_range(args, "minibatch_size", 1, args.n_envs * rollout_length(args))
     check_range(args, "n_workers", 0, args.n_envs)
     if checkpoint is None:

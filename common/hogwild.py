@@ -144,6 +144,7 @@ class Team(Crew):
                     run.event(f"actor-learner {index} died at the end: {cause}")
         except WorkerError:
             self._stop()
+            self._receive(run)  # the others' episodes, whose steps count
             run.count_update(self.global_step, self.scalars)
             raise
         run.count_update(self.global_step, self.scalars)

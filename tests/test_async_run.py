@@ -32,7 +32,7 @@ import common.run
 import nstep_q
 import sarsa
 from common.hogwild import Team, Worker, hand_over, share
-from common.processes import enter_worker, start_worker
+from common.processes import WorkerError, enter_worker, start_worker
 from tests.helpers import (
     ENDLESS,
     check_files,
@@ -581,6 +581,25 @@ def test_death_after_the_last_step_is_told_and_replaces_nobody() -> None:
         assert team.processes == started
     assert [line.split(":")[0] for line in told] == [f"actor-learner {i} died at the end" for i in (0, 1)]
     assert all("ValueError: too late" in line for line in told)
+
+
+def fall_or_play(worker: Worker) -> None:
+    if worker.index == 0:
+        raise ValueError("the door is stuck")
+    while worker.go_on():
+        time.sleep(0.005)
+        worker.count_step(1.0, True)
+
+
+def test_episodes_of_the_others_count_after_the_last_death() -> None:
+    """Their steps do. They go on while the parent waits for the process that died, and then for them."""
+    returns: list[float] = []
+    run = SimpleNamespace(stopped=False, count_update=lambda step, scalars: None, event=lambda line: None)
+    run.count_episodes = lambda some, lengths: returns.extend(some)
+    with Team(fall_or_play, (), 2, 10**9) as team:
+        with pytest.raises(WorkerError, match="actor-learner 0 died three times"):
+            team.watch(run)
+        assert len(returns) == team.global_step > 0
 
 
 @pytest.mark.parametrize(

@@ -731,6 +731,19 @@ def test_an_evaluation_that_cannot_be_written_is_printed(
     assert stderr == f"paac.py: {Path('r') / 'summary.json'} cannot be written: No space left on device\n"
 
 
+@pytest.mark.parametrize("trainer", [paac, ppo_batch], ids=lambda trainer: trainer.__name__)
+def test_evaluation_without_enough_memory_for_a_rollout(
+    trainer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps none."""
+    flags = [] if trainer is paac else ["--minibatch-size", "10"]
+    assert helpers.run(trainer, *BANDIT, *SMALL, *flags, "--total-steps", "20", "--run-dir", "r") == 0
+    monkeypatch.setattr(common.flags, "free_memory", lambda device: 100)
+    assert helpers.run(trainer, "--resume", "r", "--total-steps", "40") == 2
+    assert helpers.run(trainer, "--evaluate", "r", "--eval-episodes", "2") == 0
+    assert summary(tmp_path / "r")["eval"]["episodes"] == 2
+
+
 def test_a_checkpoint_of_somebody_else(tmp_path: Path, refused: Callable[..., str], monkeypatch: Any) -> None:
     """It is not called damaged."""
 
