@@ -99,7 +99,7 @@ ATARI = [f"{game}NoFrameskip-v4" for game in GAMES]
 PONG = "PongNoFrameskip-v4"
 # The only constants set here. The trainers' own for Atari are for tens of millions of steps and many cores; Catch is to
 # be learned in 100,000 steps, games in ten million on one core or two (ppo_batch.py's own are for that). PAAC's were
-# found on Breakout and have run on ten other games as well; its policy on Pendulum must not become certain too early.
+# found on Breakout and ran on eleven other games as well; its policy on Pendulum must not become certain too early.
 # a3c.py's for Box actions were found on Pendulum, whose rewards are far larger than MuJoCo's.
 CATCH_Q = "--learning-rate 0.005 --epsilon-steps 50_000 --target-interval 2_000"
 A3C_MUJOCO = "--gamma 0.99 --learning-rate 1e-4 --rms-eps 1e-3 --reward-scale 0.1 --entropy-coef 1e-3"
