@@ -1,12 +1,15 @@
 """A3C: asynchronous advantage actor-critic (Mnih et al. 2016), feed-forward, LSTM and continuous.
 
-Hogwild: every process plays its own environment with a snapshot θ′ of the shared parameters θ for up to t_max steps,
-or to the end of the episode, and then applies its gradient to θ without a lock (Algorithm S3):
+Hogwild: every process plays its own environment with a snapshot θ′ of the shared parameters θ, for
+up to t_max steps or to the end of the episode, and then applies its gradient to θ without a lock
+(Algorithm S3):
 
     R_i = r_i + γ R_{i+1},    R = 0 after the episode's last step, else V(s_t; θ′)
     L = Σ_i [ -log π(a_i|s_i; θ′) (R_i - v_i) - β H(π(s_i; θ′)) + 0.25 (R_i - V(s_i; θ′))² ]
-    d = ∇L with v_i = V(s_i; θ′) held constant, scaled to a norm of at most 40;    α = 0.0007 (1 - T / T_max)
-    g ← 0.99 g + 0.01 d²,    θ ← θ - α d / √(g + ε)          (eq. S2, S3: RMSProp, its g shared as well)
+    d = ∇L with v_i = V(s_i; θ′) held constant, scaled to a norm of at most 40
+    g ← 0.99 g + 0.01 d²,    θ ← θ - α d / √(g + ε),    α = 0.0007 (1 - T / T_max)     (eq. S2, S3)
+
+RMSProp's g is shared as well.
 
     python a3c.py                                                   # Pong from pixels
     python a3c.py --lstm                                            # with 256 LSTM cells
@@ -15,33 +18,36 @@ or to the end of the episode, and then applies its gradient to θ without a lock
     python a3c.py --resume runs/...                                 # go on after an interruption
     python a3c.py --evaluate runs/... --record                      # 30 episodes and a GIF
 
-Where the sources differ or are silent, this file does the following:
-- the network is the small one of the supplement (sec. 8); the main text has the larger one of Mnih et al. 2015 for
-  its 57 games (`--arch nature`);
-- t_max = 5 (supplement; the author wrote 20 to others), α = 0.0007, ε = 0.1 and a clipping threshold of 40 (the
-  author by e-mail, as public reproductions report it); rewards are clipped to [-1, 1], of which reports differ;
-- 0.25 for the critic, where the paper's formulas have 1: the author halved the critic's learning rate, and the
-  reproductions have a coefficient, which under RMSProp and with a common trunk is not the same;
-- the entropy bonus of sec. 4 is in the loss, which Algorithm S3 leaves out; all sums are sums, not means;
-- g starts from 0; α falls to zero over T_max by the global step;
-- the differential entropy of a Gaussian is the one that sec. 9 prints, of one dimension.
+Where the sources differ or are silent:
+- The network is the small one of the supplement (sec. 8). The main text has the larger one of Mnih
+  et al. 2015 for its 57 games (`--arch nature`).
+- t_max = 5 (supplement; the author wrote 20 to others). α = 0.0007, ε = 0.1 and a clipping
+  threshold of 40 are the author's by e-mail, as public reproductions report it; g starts from 0.
+- The squared value error has the coefficient 0.25, where the formulas have 1: the author halved the
+  critic's learning rate, and the reproductions have a coefficient.
+- The loss has the entropy of sec. 4, which Algorithm S3 leaves out. All sums are sums, not means.
+- α falls to zero over T_max by the global step.
+- A Gaussian's entropy is the one that sec. 9 prints, of one dimension.
+- Rewards are clipped to [-1, 1]; reports differ.
 
-Departures: a time limit does not cut the return, it bootstraps from V of the final observation (sec. 9 learns from
-whole episodes and never bootstraps: `--t-max` as long as an episode and `--no-bootstrap-limits` do that); its LSTM is
-there with `--lstm` only, and pictures get the networks of sec. 8; a Gaussian's [-1, 1] is stretched to the bounds of
-the actions, where they have some, and clipped there; 0.01 is added to its σ²; losing a life does not end an episode of
-Atari, 108,000 frames do; 0 to 30 no-ops; one process a core, where the paper has 16: with its constants two learned
-nothing of Pong in 3 million steps, with others they reached 15.8 in 10 million (README).
-Vectors with Discrete actions are ours, and so are the presets but for `atari`, and β of `continuous`.
-Each process seeds its random stream with (seed, T at its start, its index), after --resume and a replacement as well.
+Departures:
+- A time limit does not cut the return: it bootstraps from V of the final observation. Sec. 9 learns
+  from whole episodes and never bootstraps: `--no-bootstrap-limits` and a large `--t-max`.
+- The LSTM of sec. 9 is there with `--lstm` only, and pictures always get the networks of sec. 8.
+- 0.01 is added to a Gaussian's σ². Its [-1, 1] is stretched to the bounds of the actions and
+  clipped there.
+- Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
+- One process a core, where the paper has 16.
+- Vectors with Discrete actions are ours, and so are the presets but for `atari`.
 """
 
 from __future__ import annotations
 
-import functools
-import json
+import contextlib
+import copy
 import math
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,39 +56,57 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
+from torch import multiprocessing as mp
 from torch.nn import functional as F
 
-from common.evaluation import Policy, to_env
-from common.flags import RunArgs, check_env, pick_arch
-from common.hogwild import Team, Worker, hand_over, pick_n_processes, share, sync
-from common.run import Run, make_run_dir, read_args, run_script
+from common.evaluate import evaluate
+from common.processes import check, n_cores, start, stop
+from common.run import Run, RunArgs, load_checkpoint, parse_args
 from common.vec_env import env_seed, make_vec_env
 
-SCRIPT = "a3c"
-
-# Which constants hold for which kind of task: what differs from Args, which has the Atari ones.
+# What differs from Args, which has the constants for Atari.
 PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
     # Vectors, ours: rewards of any size, and tasks that are learned in minutes.
-    "vector": {"total_steps": 1_000_000, "learning_rate": 7e-3, "clip_rewards": False, "reward_scale": 0.1},
+    "vector": {
+        "total_steps": 1_000_000,
+        "learning_rate": 7e-3,
+        "clip_rewards": False,
+        "reward_scale": 0.1,
+    },
+    # With --lstm: gradients through 20 steps, as the author used on Atari.
+    "recurrent": {
+        "total_steps": 1_000_000,
+        "t_max": 20,
+        "learning_rate": 2e-3,
+        "clip_rewards": False,
+        "reward_scale": 0.1,
+    },
+    # Box actions: β is that of sec. 9, the rest ours, found on Pendulum. Rewards are so small that
+    # β counts beside them, or the policy is certain too early; gradients and thus ε are small too.
+    "continuous": {
+        "total_steps": 1_000_000,
+        "t_max": 20,
+        "learning_rate": 3e-4,
+        "gamma": 0.95,
+        "entropy_coef": 1e-4,
+        "value_coef": 1.0,
+        "rms_eps": 4e-5,
+        "clip_rewards": False,
+        "reward_scale": 0.002,
+    },
 }
-# With --lstm: gradients through 20 steps, as the author used on Atari.
-PRESETS["recurrent"] = PRESETS["vector"] | {"t_max": 20, "learning_rate": 2e-3}
-# Box actions: β is that of sec. 9, the rest ours, found on Pendulum. Rewards are so small that β counts for something
-# beside them, or the policy is certain too early; so are the gradients then, and ε has to be smaller still.
-PRESETS["continuous"] = PRESETS["vector"] | {"entropy_coef": 1e-4, "t_max": 20, "learning_rate": 3e-4, "gamma": 0.95}
-PRESETS["continuous"] |= {"value_coef": 1.0, "reward_scale": 0.002, "rms_eps": 4e-5}
 
 
 @dataclass
 class Args(RunArgs):
     preset: Literal["auto", "atari", "vector", "recurrent", "continuous"] = "auto"
-    """constants of the algorithm, see PRESETS; auto: continuous for Box actions, atari for images, recurrent
-    for the rest with --lstm, else vector"""
+    """constants, see PRESETS; auto: continuous for Box actions, atari for images, recurrent for
+    vectors with --lstm, else vector"""
     total_steps: int = 80_000_000
-    """T_max: agent steps of all processes together; 1 step = 1 action = 4 frames on Atari"""
+    """T_max: agent steps of all processes; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
-    """of environments, initial parameters and actions; several processes race, so that runs differ even so"""
+    """of environments, initial parameters and actions; processes race, so that runs differ"""
 
     n_processes: int | None = None
     """actor-learners; None: one per core"""
@@ -103,7 +127,7 @@ class Args(RunArgs):
     value_coef: float = 0.25
     """weight of the squared value error"""
     max_grad_norm: float = 40.0
-    """threshold of the global gradient norm; 0 leaves no gradient"""
+    """threshold of the global gradient norm"""
     rms_decay: float = 0.99
     """decay of RMSProp's mean square g per update, and of momentum SGD's mean gradient"""
     rms_eps: float = 0.1
@@ -116,7 +140,7 @@ class Args(RunArgs):
     """learn from rewards times this, where they are not clipped"""
 
 
-# ---------------------------------------------------------------------------------------------------- network
+# --- network
 
 States = list[tuple[Tensor, Tensor] | None]  # (h, c) of each trunk, (n, cells) each
 
@@ -126,7 +150,7 @@ def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[
 
 
 class Trunk(nn.Module):
-    """Observations → features: convolutions or one hidden layer, and an LSTM where it is asked for."""
+    """Observations → features: convolutions or one hidden layer, then an LSTM with --lstm."""
 
     def __init__(self, observation_space: spaces.Box, arch: str, lstm: bool) -> None:
         super().__init__()
@@ -138,16 +162,21 @@ class Trunk(nn.Module):
             layers += [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(inplace=True)]
         else:  # sec. 9: (n, d) → 200
             layers = [nn.Linear(observation_space.shape[0], 200), nn.ReLU(inplace=True)]
-        self.layers, self.size = nn.Sequential(*layers), layers[-2].out_features
+        self.layers = nn.Sequential(*layers)
+        self.size = layers[-2].out_features
         self.lstm = None
         if lstm:
-            cells = 128 if arch == "mlp" else 256
-            self.lstm, self.size = nn.LSTMCell(self.size, cells), cells
+            n_features = self.size
+            self.size = 128 if arch == "mlp" else 256
+            self.lstm = nn.LSTMCell(n_features, self.size)
 
-    def forward(self, obs: Tensor, state: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """(t, n, 4, 84, 84) uint8 or (t, n, d) float and (h, c) before them → (t, n, size) and (h, c) after them."""
+    def forward(
+        self, obs: Tensor, state: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Observations (t, n, ...) and (h, c) before them → (t, n, size) and (h, c) after them."""
         x = obs.flatten(0, 1)
-        hidden = self.layers(x.float() / 255 if x.dtype == torch.uint8 else x).unflatten(0, obs.shape[:2])
+        hidden = self.layers(x.float() / 255 if x.dtype == torch.uint8 else x)
+        hidden = hidden.unflatten(0, obs.shape[:2])
         if self.lstm is None:
             return hidden, None
         outputs = []
@@ -158,36 +187,37 @@ class Trunk(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """π(a|s; θ) and V(s; θ). Discrete actions: one trunk, two heads. Box actions: two networks (sec. 9).
+    """π(a|s; θ) and V(s; θ). Discrete actions: one trunk. Box actions: two networks (sec. 9).
 
     Initial weights are PyTorch's own, U(±1/√fan_in), as were Torch7's; an LSTM's are U(±1/√cells).
     """
 
-    def __init__(self, observation_space: spaces.Box, action_space: gym.Space, arch: str, lstm: bool) -> None:
+    def __init__(
+        self, observation_space: spaces.Box, action_space: gym.Space, arch: str, lstm: bool
+    ) -> None:
         super().__init__()
-        self.action_space, self.discrete = action_space, isinstance(action_space, spaces.Discrete)
+        self.discrete = isinstance(action_space, spaces.Discrete)
         n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape) + 1
         n_trunks = 1 if self.discrete else 2
-        self.trunks = nn.ModuleList([Trunk(observation_space, arch, lstm) for _ in range(n_trunks)])
-        self.policy, self.value = nn.Linear(self.trunks[0].size, n_outputs), nn.Linear(self.trunks[0].size, 1)
+        trunks = [Trunk(observation_space, arch, lstm) for _ in range(n_trunks)]
+        self.trunks = nn.ModuleList(trunks)
+        self.policy = nn.Linear(trunks[0].size, n_outputs)
+        self.value = nn.Linear(trunks[0].size, 1)
         self.initial_states: States = [None] * n_trunks
 
     def forward(self, obs: Tensor, states: States) -> tuple[Tensor, Tensor, States]:
-        """Observations (t, n, ...) and the states before them → outputs of π, values (t, n), the states after them.
+        """Observations (t, n, ...) and states before them → outputs of π, values (t, n), states.
 
-        Outputs of π: logits (t, n, n_actions), or means and what the variance is made of, (t, n, action_dim + 1).
+        Outputs of π: logits (t, n, n_actions), or means and the variance before the softplus,
+        (t, n, action_dim + 1).
         """
         passed = [trunk(obs, state) for trunk, state in zip(self.trunks, states, strict=True)]
-        features, states = [features for features, _ in passed], [state for _, state in passed]
+        features = [features for features, _ in passed]
+        states = [state for _, state in passed]
         return self.policy(features[0]), self.value(features[-1]).squeeze(-1), states
 
     def sample(self, outputs: Tensor) -> Tensor:
-        """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim + 1) → (n, action_dim).
-
-        Raises: FloatingPointError: the outputs are not finite.
-        """
-        if not outputs.isfinite().all():
-            raise FloatingPointError("the outputs of the network are not finite")
+        """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim + 1) → (n, action_dim)."""
         if self.discrete:
             return torch.multinomial(outputs.softmax(-1), 1).squeeze(-1)
         mean, variance = self.gaussian(outputs)
@@ -196,11 +226,12 @@ class ActorCritic(nn.Module):
     def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """log π(a|s) and H(π(s)), (...,) each.
 
-        Of a Gaussian, sec. 9 prints ½ (log 2πσ² + 1), the entropy of one dimension, however many there are.
+        Of a Gaussian, sec. 9 prints ½ (log 2πσ² + 1), the entropy of one dimension.
         """
         if self.discrete:
             log_probs = outputs.log_softmax(-1)
-            return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
+            entropies = -(log_probs.exp() * log_probs).sum(-1)
+            return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1), entropies
         mean, variance = self.gaussian(outputs)
         log_2_pi_variance = (2 * math.pi * variance).log()
         log_probs = -((actions - mean).square() / variance + log_2_pi_variance).sum(-1) / 2
@@ -214,12 +245,13 @@ class ActorCritic(nn.Module):
         return outputs[..., :-1], F.softplus(outputs[..., -1:]) + 0.01
 
 
-# ------------------------------------------------------------------------------------------------ mathematics
+# --- mathematics
 
 
 def rollout_returns(rewards: list[float], bootstrap: float, gamma: float) -> Tensor:
     """R_i = r_i + γ R_{i+1} backwards from the bootstrap value (Alg. S2, S3), (len(rewards),)."""
-    returns, R = [], bootstrap
+    returns = []
+    R = bootstrap
     for reward in reversed(rewards):
         R = reward + gamma * R
         returns.append(R)
@@ -227,11 +259,16 @@ def rollout_returns(rewards: list[float], bootstrap: float, gamma: float) -> Ten
 
 
 def a3c_loss(
-    log_probs: Tensor, entropies: Tensor, values: Tensor, returns: Tensor, entropy_coef: float, value_coef: float
+    log_probs: Tensor,
+    entropies: Tensor,
+    values: Tensor,
+    returns: Tensor,
+    entropy_coef: float,
+    value_coef: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Algorithm S3's accumulated gradients as a loss: sums over the rollout; all (t,).
 
-    Returns the total, its policy part (entropy included) and its value part.
+    Returns: the total, its policy part (entropy included) and its value part.
     """
     advantages = returns - values.detach()
     policy_loss = -(log_probs * advantages + entropy_coef * entropies).sum()
@@ -245,12 +282,15 @@ def linear_decay(initial: float, step: int, total_steps: int) -> float:
 
 
 class RMSProp(torch.optim.Optimizer):
-    """g ← decay g + (1 - decay) d²; θ ← θ - lr d / √(g + eps). torch.optim.RMSprop has eps outside the root.
+    """g ← decay g + (1 - decay) d²; θ ← θ - lr d / √(g + eps).
 
-    `initial_square` is g at the start: 1 in TensorFlow and PAAC, 0 in A3C.
+    torch.optim.RMSprop has eps outside the root. `initial_square` is g at the start: 1 in
+    TensorFlow and PAAC, 0 in A3C.
     """
 
-    def __init__(self, params: Any, lr: float, decay: float, eps: float, initial_square: float) -> None:
+    def __init__(
+        self, params: Any, lr: float, decay: float, eps: float, initial_square: float
+    ) -> None:
         super().__init__(params, {"lr": lr, "decay": decay, "eps": eps})
         for group in self.param_groups:
             for p in group["params"]:
@@ -260,8 +300,6 @@ class RMSProp(torch.optim.Optimizer):
     def step(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
                 square = self.state[p]["square"].mul_(group["decay"])
                 square.addcmul_(p.grad, p.grad, value=1 - group["decay"])
                 p.addcdiv_(p.grad, (square + group["eps"]).sqrt_(), value=-group["lr"])
@@ -280,96 +318,179 @@ class MomentumSGD(torch.optim.Optimizer):
     def step(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                mean = self.state[p]["mean"].mul_(group["decay"]).add_(p.grad, alpha=1 - group["decay"])
+                mean = self.state[p]["mean"].mul_(group["decay"])
+                mean.add_(p.grad, alpha=1 - group["decay"])
                 p.add_(mean, alpha=-group["lr"])
 
 
-# --------------------------------------------------------------------------------------------------- training
+# --- training
 
 
-def actor_learner(worker: Worker, args: Args, model: ActorCritic, optimizers: list[RMSProp | MomentumSGD]) -> None:
+def actor_learner(
+    index: int,
+    args: Args,
+    first_step: int,
+    model: ActorCritic,
+    optimizers: list[RMSProp | MomentumSGD],
+    counts: Tensor,
+    ending: Tensor,
+    parent: Any,
+) -> None:
     """Algorithm S3, one process of it, to the end of training.
 
-    Raises: WorkerError: the environment failed. FloatingPointError: the loss or its gradient is not finite.
+    Args:
+        first_step: T when this process was started.
+        model, optimizers: θ and the statistics, shared by all processes.
+        counts: (n_processes,) int64, shared: steps of each process, whose sum is T.
+        ending: (1,) bool, shared: all processes are to end.
+        parent: connection for reports of episodes and losses.
     """
-    index, start = worker.index, worker.start
+    counts, ending = counts.numpy(), ending.numpy()
+    parameters = list(model.parameters())
     optimizer = optimizers[index % len(optimizers)]
-    torch.manual_seed(env_seed(args.seed, start, index))
-    envs = make_vec_env(args.env_id, 1, 0, json.loads(args.env_kwargs))  # one environment: n = 1 from here on
-    worker.at_end.callback(envs.close)
-    local_model = ActorCritic(envs.single_observation_space, envs.single_action_space, args.arch, args.lstm)
-    local_parameters, parameters = list(local_model.parameters()), list(model.parameters())  # θ′, θ
-    obs, states = to_sequence(envs.reset(seed=env_seed(args.seed, start, index, 1))[0]), local_model.initial_states
-    while worker.go_on():
-        sync(local_parameters, parameters)  # θ′ ← θ
-        observations, actions, rewards, first_states = [], [], [], states
-        while True:
-            with torch.no_grad():
-                output, _, states = local_model(obs, states)
-                action = local_model.sample(output[0])  # a_t by π(a_t|s_t; θ′)
-            observations.append(obs)
-            actions.append(action)
-            next_obs, reward, terminated, truncated, info = envs.step(to_env(action, envs.single_action_space))
-            rewards.append(float(learned_rewards(reward, args)[0]))
-            obs, done = to_sequence(next_obs), bool(terminated[0] or truncated[0])
-            worker.count_step(reward[0], done)  # T ← T + 1
-            if done or len(rewards) == args.t_max or worker.ended:
-                break
-        R = 0.0  # for a terminal s_t, else V(s_t; θ′)
-        if not done or (args.bootstrap_limits and not terminated[0]):
-            last_obs = to_sequence(np.stack(info["final_obs"])) if done else obs
-            with torch.no_grad():
-                R = local_model(last_obs, states)[1].item()  # its states are dropped: s_t will be seen again
-        returns = rollout_returns(rewards, R, args.gamma)  # R ← r_i + γ R
-        # θ′ has not changed: one pass over the whole rollout gives the outputs that were acted on, now with gradients
-        outputs, values, _ = local_model(torch.cat(observations), first_states)
-        log_probs, entropies = local_model.log_prob_and_entropy(outputs[:, 0], torch.cat(actions))
-        loss, policy_loss, value_loss = a3c_loss(
-            log_probs, entropies, values[:, 0], returns, args.entropy_coef, args.value_coef
-        )
-        local_model.zero_grad()
-        loss.backward()  # dθ, summed over the rollout
-        grad_norm = nn.utils.clip_grad_norm_(local_parameters, args.max_grad_norm)
-        if not torch.isfinite(grad_norm):
-            raise FloatingPointError(f"the loss is {loss.item()}, the norm of its gradient {grad_norm.item()}")
-        hand_over(local_parameters, parameters)
-        optimizer.param_groups[0]["lr"] = linear_decay(args.learning_rate, worker.global_step, args.total_steps)
-        optimizer.step()  # asynchronous update of θ
-        if done:
-            states = local_model.initial_states
-        scalars = {"losses/policy_loss": policy_loss, "losses/value_loss": value_loss, "losses/entropy": entropies}
-        scalars |= {"losses/grad_norm": grad_norm, "charts/learning_rate": optimizer.param_groups[0]["lr"]}
-        worker.report_update(scalars)
+    torch.manual_seed(env_seed(args.seed, first_step, index))
+    envs = make_vec_env(args.env_id, 1, 0, args.env_kwargs)  # one environment: n = 1 from here on
+    local_model = copy.deepcopy(model)
+    local_parameters = list(local_model.parameters())  # θ′
+    with contextlib.closing(envs):
+        obs = to_sequence(envs.reset(seed=env_seed(args.seed, first_step, index, 1))[0])
+        states = local_model.initial_states
+        T = first_step
+        episode_length = 0
+        episode_return = reported = 0.0
+        while args.total_steps > T and not ending[0]:
+            sync(local_parameters, parameters)  # θ′ ← θ
+            observations, actions, rewards = [], [], []
+            first_states = states
+            rollout_over = False
+            while not rollout_over:
+                with torch.no_grad():
+                    output, _, states = local_model(obs, states)
+                    action = local_model.sample(output[0])  # a_t by π(a_t|s_t; θ′)
+                observations.append(obs)
+                actions.append(action)
+                next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
+                rewards.append(float(learned_rewards(reward, args)[0]))
+                obs = to_sequence(next_obs)
+                done = bool(terminated[0] or truncated[0])
+                counts[index] += 1  # T ← T + 1
+                T = int(counts.sum())
+                episode_return += reward[0]
+                episode_length += 1
+                over = args.total_steps <= T or ending[0]
+                rollout_over = len(rewards) == args.t_max or done or over
+            R = 0.0  # for a terminal s_t, else V(s_t; θ′)
+            if not done or (args.bootstrap_limits and not terminated[0]):
+                last_obs = to_sequence(np.stack(info["final_obs"])) if done else obs
+                with torch.no_grad():
+                    # discard the LSTM state: the next rollout starts from s_t again
+                    R = local_model(last_obs, states)[1].item()
+            returns = rollout_returns(rewards, R, args.gamma)  # R ← r_i + γ R
+            # θ′ has not changed: a pass over the rollout gives what was acted on, with gradients
+            outputs, values, _ = local_model(torch.cat(observations), first_states)
+            log_probs, entropies = local_model.log_prob_and_entropy(
+                outputs[:, 0], torch.cat(actions)
+            )
+            loss, policy_loss, value_loss = a3c_loss(
+                log_probs, entropies, values[:, 0], returns, args.entropy_coef, args.value_coef
+            )
+            local_model.zero_grad()
+            loss.backward()  # dθ, summed over the rollout
+            grad_norm = nn.utils.clip_grad_norm_(
+                local_parameters, args.max_grad_norm, error_if_nonfinite=True
+            )
+            for p, local in zip(parameters, local_parameters, strict=True):
+                p.grad = local.grad  # that only this process has
+            lr = linear_decay(args.learning_rate, T, args.total_steps)
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()  # asynchronous update of θ
+            if done:
+                parent.send(("episode", float(episode_return), episode_length))
+                episode_return = 0.0
+                episode_length = 0
+                states = local_model.initial_states
+            if time.monotonic() - reported > 1:
+                losses = {"policy_loss": policy_loss.item(), "value_loss": value_loss.item()}
+                losses |= {"entropy": entropies.mean().item(), "grad_norm": grad_norm.item()}
+                parent.send(("losses", losses | {"learning_rate": lr}))
+                reported = time.monotonic()
 
 
-def train(args: Args, checkpoint: dict | None = None) -> int:
-    """The parent: it trains nothing. Returns the exit status.
+def train(
+    args: Args, run: Run, model: ActorCritic, optimizers: list[RMSProp | MomentumSGD]
+) -> None:
+    """The parent: starts the actor-learners and follows them to the end; it trains nothing.
 
-    Raises: WorkerError: an actor-learner died three times within a minute. FloatingPointError: see `actor_learner`.
+    Without locks, a checkpoint may hold half of an update, as every snapshot θ′ may.
     """
-    torch.manual_seed(args.seed)
-    model = make_model(args)
-    optimizers = make_optimizers(args, model)
-    parts = {"model": model} | {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
-    start = checkpoint["step"] if checkpoint else 0
-    team = Team(actor_learner, (args, model, optimizers), args.n_processes, args.total_steps, start)
-    with Run(SCRIPT, args, parts, make_policy, checkpoint, team.quiet, log_interval=20) as run:  # one a second
-        share(model, *optimizers)
-        with team:
-            team.watch(run)
-    return run.exit_status
+    share(model, *optimizers)
+    counts = torch.zeros(args.n_processes, dtype=torch.int64).share_memory_()
+    counts[0] = run.step
+    ending = torch.tensor([False]).share_memory_()
+    shared = model, optimizers, counts, ending
+    processes, connections, losses = [], [], {}
+    try:
+        for i in range(args.n_processes):
+            ours, theirs = mp.Pipe(duplex=False)
+            connections.append(ours)
+            name = f"actor-learner {i}"
+            processes.append(start(name, actor_learner, i, args, run.step, *shared, theirs))
+            theirs.close()
+        while not run.complete and not run.stopped:
+            time.sleep(0.05)
+            losses = receive(connections, run) or losses
+            run.log_step(int(counts.sum()), **losses)
+            check(processes)
+    finally:
+        ending[0] = True
+        stop(processes)
+    receive(connections, run)
+    run.log_step(int(counts.sum()))
 
 
 def make_optimizers(args: Args, model: nn.Module) -> list[RMSProp | MomentumSGD]:
     """One whose statistics all processes share, or one for each process."""
-    parameters = list(model.parameters())
-    if args.optimizer == "momentum-sgd":
-        new = functools.partial(MomentumSGD, parameters, args.learning_rate, args.rms_decay)
-    else:
-        new = functools.partial(RMSProp, parameters, args.learning_rate, args.rms_decay, args.rms_eps, 0.0)
-    return [new() for _ in range(1 if args.optimizer == "shared-rmsprop" else args.n_processes)]
+    lr, decay = args.learning_rate, args.rms_decay
+    optimizers: list[RMSProp | MomentumSGD] = []
+    for _ in range(1 if args.optimizer == "shared-rmsprop" else args.n_processes):
+        if args.optimizer == "momentum-sgd":
+            optimizers.append(MomentumSGD(model.parameters(), lr, decay))
+        else:
+            optimizers.append(
+                RMSProp(model.parameters(), lr, decay, args.rms_eps, initial_square=0.0)
+            )
+    return optimizers
+
+
+def receive(connections: list[Any], run: Run) -> dict[str, float]:
+    """Count the episodes that actor-learners report, and return the losses that came last."""
+    losses: dict[str, float] = {}
+    for connection in connections:
+        with contextlib.suppress(EOFError):
+            while connection.poll():
+                kind, *content = connection.recv()
+                if kind == "episode":
+                    run.log_episode(*content)
+                else:
+                    (losses,) = content
+    return losses
+
+
+def share(*parts: nn.Module | torch.optim.Optimizer) -> None:
+    """Move networks, and the statistics of optimizers, into shared memory."""
+    for part in parts:
+        if isinstance(part, nn.Module):
+            part.share_memory()
+        else:
+            for statistics in part.state.values():
+                for tensor in statistics.values():
+                    tensor.share_memory_()
+
+
+@torch.no_grad()
+def sync(parameters: list[Tensor], source: list[Tensor]) -> None:
+    """θ′ ← θ, or θ⁻ ← θ, without a lock."""
+    torch._foreach_copy_(parameters, source)
 
 
 def learned_rewards(rewards: np.ndarray, args: Args) -> np.ndarray:
@@ -381,50 +502,48 @@ def to_sequence(obs: np.ndarray) -> Tensor:
     return torch.from_numpy(obs)[None]
 
 
-def make_model(args: Args) -> ActorCritic:
-    """The network of a run, with fresh parameters."""
-    env = check_env(args)
-    return ActorCritic(env.observation_space, env.action_space, args.arch, args.lstm)
+# --- main
 
 
-def make_policy(model: ActorCritic, args: Args) -> Policy:
-    """How evaluation plays: actions sampled from π, the LSTM's state carried on from zeros."""
-    states = model.initial_states
-
-    @torch.no_grad()
-    def policy(obs: np.ndarray) -> np.ndarray:
-        nonlocal states
-        outputs, _, states = model(to_sequence(obs), states)
-        return to_env(model.sample(outputs[0]), model.action_space)
-
-    return policy
-
-
-# ------------------------------------------------------------------------------------------------------- main
-
-
-def pick_preset(args: Args, env: gym.Env) -> str:
-    if isinstance(env.action_space, spaces.Box):
+def pick_preset(args: Args, observations: gym.Space, actions: gym.Space) -> str:
+    if isinstance(actions, spaces.Box):
         return "continuous"
-    return "atari" if len(env.observation_space.shape) == 3 else "recurrent" if args.lstm else "vector"
-
-
-def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
-    """The arguments, complete and checked, and the checkpoint that --resume or --evaluate names.
-
-    Raises: UsageError: an argument that cannot work; nothing has been started or written by then.
-    """
-    args, checkpoint, env = read_args(SCRIPT, argv, Args(), __doc__, PRESETS, pick_preset, fixed=("lstm", "optimizer"))
-    args.arch = pick_arch(args, env.observation_space, "nips")
-    args.n_processes = pick_n_processes(args, checkpoint)
-    if checkpoint is None:
-        make_run_dir(SCRIPT, args)
-    return args, checkpoint
+    if len(observations.shape) == 3:
+        return "atari"
+    return "recurrent" if args.lstm else "vector"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
-    return run_script(SCRIPT, argv, parse, train, make_model, make_policy)
+    """Train and evaluate, or evaluate alone. Returns the exit status."""
+    args, observations, actions = parse_args("a3c", argv, Args(), __doc__, PRESETS, pick_preset)
+    if args.arch == "auto":
+        args.arch = "nips" if len(observations.shape) == 3 else "mlp"
+    if args.n_processes is None:
+        args.n_processes = n_cores()
+
+    torch.manual_seed(args.seed)
+    model = ActorCritic(observations, actions, args.arch, args.lstm)  # θ
+    optimizers = make_optimizers(args, model)
+
+    if args.evaluate:
+        load_checkpoint("a3c", args.evaluate, model=model)
+    else:
+        parts = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
+        with Run("a3c", args, model=model, **parts) as run:
+            train(args, run, model, optimizers)
+        if not run.complete:
+            return 128 + run.signal
+
+    states: dict[int, States] = {}  # of the LSTM, carried on from zeros, by the number of episodes
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> np.ndarray:  # samples its actions, as in training
+        before = states.get(len(obs), model.initial_states)
+        outputs, _, states[len(obs)] = model(to_sequence(obs), before)
+        return model.sample(outputs[0]).numpy()
+
+    evaluate(args, policy)
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""Ape-X DQN: many actor processes, one learner, one prioritised replay memory (Horgan et al. 2018).
+"""Ape-X DQN: many actors, one learner, one prioritised replay memory (Horgan et al. 2018).
 
-Every actor plays its own environments ε-greedily with parameters that it fetches now and then, and sends what it saw
-to the replay memory, with priorities from the Q-values that it acted on. The learner draws batches from the memory,
-in proportion to their priorities, and writes new priorities back:
+Each actor plays its own environments ε-greedily. It fetches θ now and then, and sends its
+transitions to the replay memory, with priorities from the Q-values that it acted on. The learner
+draws batches in proportion to the priorities and writes new priorities back:
 
-    G_t = R_{t+1} + γ R_{t+2} + γ² R_{t+3} + γ³ Q(S_{t+3}, argmax_a Q(S_{t+3}, a; θ); θ⁻),  cut at the episode's end
+    G_t = R_{t+1} + γ R_{t+2} + γ² R_{t+3} + γ³ Q(S_{t+3}, argmax_a Q(S_{t+3}, a; θ); θ⁻),
+          cut where the episode ends
     δ = G_t - Q(S_t, A_t; θ),    Q = V + A - mean_a A
     P(i) = p_i^0.6 / Σ_k p_k^0.6,    p = |δ|,    w_i = u_i / max_j u_j,    u_i = (N P(i))^-0.4
-    L = mean of w_i δ_i² / 2 over 512 transitions;    d = ∇L, scaled to a norm of at most 40
-    g ← 0.95 g + 0.05 d²,    m ← 0.95 m + 0.05 d,    θ ← θ - α d / √(g - m² + ε)    (centred RMSProp)
+    L = mean of w_i δ_i² / 2 over 512 transitions,    d = ∇L, scaled to a norm of at most 40
+    g ← 0.95 g + 0.05 d²,    m ← 0.95 m + 0.05 d,    θ ← θ - α d / √(g - m² + ε)
     θ⁻ ← θ    every 2,500 updates
     ε_i = 0.4^(1 + 7 i/(N-1))    for environment i of N
 
@@ -17,63 +18,75 @@ in proportion to their priorities, and writes new priorities back:
     python apex.py --resume runs/...                                # go on after an interruption
     python apex.py --evaluate runs/... --record                     # 30 episodes and a GIF
 
-Where the sources differ or are silent, this file does the following:
-- an actor has several environments, which share one forward pass; ε is laid out over all environments of all actors,
-  and is 0.4 where there is only one;
-- "400 frames" between two fetches are 100 steps, "50,000" at the start of learning are transitions;
-- initial priorities use max_a Q of the actor's own θ, and the same exponent as later ones; |δ| + 1e-6 is raised to it;
-- the weights are divided by the largest of the batch; one draw comes from each of 512 equal parts of the total;
-- a batch's new priorities are its errors before the update, from the pass that the gradient needs anyway;
-- half the squared error, no Huber loss; initial weights are PyTorch's own, U(±1/√fan_in); the trunk's
-  gradient is not scaled by 1/√2 as in Wang et al. 2016;
-- more than the capacity is tolerated until the next removal, every 100 updates, of the oldest transitions of all;
-  each environment has a share of the memory of its own, with 4% to spare, beyond which its own oldest go at once (at
-  the paper's rates, where the capacity is below 1.6 million);
-- an evaluated episode is played with ε = 0.001 on images and greedily on vectors; the paper does not say;
-- g and m start at zero.
+Where the sources differ or are silent:
+- The "400 frames" between two fetches of θ are 100 steps, the 50,000 before learning transitions.
+- ε_i is 0.4 where there is only one environment.
+- Initial priorities use max_a Q of the actor's own θ, and the same exponent as later ones.
+- A priority is (|δ| + 1e-6)^0.6; the paper does not say that anything is added.
+- The weights are divided by the largest of the batch.
+- One transition is drawn from each of 512 equal parts of the sum of priorities.
+- New priorities come from the errors before the update, which the gradient needs anyway.
+- Half the squared error, no Huber loss. The gradient into the trunk is not scaled by 1/√2, as it is
+  in Wang et al. 2016. Initial weights are PyTorch's own, U(±1/√fan_in); g and m start from 0.
+- An evaluated episode is played with ε = 0.001 on images and 0 on vectors.
 
-Departures: a time limit does not cut the return, it bootstraps from the final observation; an episode of Atari is cut
-after 108,000 frames, not 50,000; losing a life does not end one; 0 to 30 no-ops; three black frames in the first
-stack; frames lie in the memory once and uncompressed, where the paper has PNGs; batches are drawn when they are
-needed, not ahead; the learner takes chunks between two updates, and an actor waits while all of its slots for chunks
-are full, where the paper never blocks it; 50 million steps are 200 million frames, the paper has 22.8 billion.
-`--replay-ratio` holds learner and actors to a ratio, which the paper leaves to the machine (0.78 by its rates with
-360 actors). The paper has no vectors: the MLP and the preset `vector` are ours. On CUDA PyTorch computes convolutions
-in TF32 unless told otherwise.
-Each actor seeds its random stream with (seed, step at its start, its index), after --resume and a replacement as well.
-A step counts when the learner has received it; what was under way at an end or a death is lost.
+Departures:
+- A time limit does not cut the return: it bootstraps from the final observation.
+- An actor has several environments, which share one forward pass; i counts all environments.
+- Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do (50,000 in
+  the paper), 0 to 30 no-ops, three black frames in the first stack.
+- Each frame is stored once and not compressed; the paper has PNGs.
+- Each environment has its own share of the memory, with 4 % to spare. Where more than that is added
+  between two removals, its own oldest transitions are overwritten.
+- Batches are drawn when they are needed, not ahead.
+- The learner takes transitions between two updates. An actor waits when 2 chunks of each of its
+  environments have not been taken; the paper never blocks it.
+- `--replay-ratio` holds actors and learner to a ratio; in the paper both run free, at about 0.78.
+- 50 million steps are 200 million frames; the paper has 22.8 billion.
+- The paper has no vectors: the MLP and the preset `vector` are ours.
+- PyTorch computes convolutions on CUDA in TF32; everything else is float32, unless `--bfloat16`.
+
+Steps are counted when the learner receives them; chunks under way at the end are lost. A resumed
+run fills its replay memory anew before it learns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
-import json
+import math
 import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
+import gymnasium as gym
 import numpy as np
+import psutil
 import torch
 from gymnasium import spaces
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
+from torch import multiprocessing as mp
 
-from common.actors import Actors, Chunk, Link
 from common.atari import STACK
-from common.evaluation import Policy
-from common.flags import RunArgs, UsageError, atari_or_vector, check_discrete, check_env, pick_arch, pick_device
-from common.processes import n_cores
-from common.replay import Batch, Replay, check_saved_replay, chunk_fields, fit_replay, frame_space, replay_bytes
-from common.run import Run, make_run_dir, read_args, run_script
+from common.evaluate import evaluate
+from common.processes import check, n_cores, start, stop
+from common.run import Run, RunArgs, load_checkpoint, parse_args, pick_device, usage_error
+from common.sum_tree import SumTree
 from common.vec_env import env_seed, make_vec_env
 
-SCRIPT = "apex"
+SPARE = 1.04  # room in the replay memory for each transition of --capacity
+PUBLISH_INTERVAL = 10  # updates between two copies of θ for the actors
 
-# Which constants hold for which kind of task: what differs from Args, which has the Atari ones.
+# What differs from Args, which has the constants for Atari.
 PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
-    # Vectors, ours: rewards of any size, and tasks that are learned in minutes on any number of cores.
+    # Vectors, ours: rewards of any size, and tasks that are learned in minutes on any machine.
     "vector": {
         "total_steps": 500_000,
         "envs_per_actor": 8,
@@ -95,22 +108,22 @@ class Args(RunArgs):
     preset: Literal["auto", "atari", "vector"] = "auto"
     """constants of the algorithm, see PRESETS; auto: atari for images, else vector"""
     total_steps: int = 50_000_000
-    """agent steps that the learner has received of all environments; 1 step = 1 action = 4 frames on Atari"""
+    """agent steps that the learner has received; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
-    """of environments, initial parameters, actions and draws; several processes race, so that runs differ even so"""
+    """of environments, parameters, actions and draws; processes race, so that runs differ"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where the learner's network is; auto: CUDA where there is any. Actors are on the CPU"""
+    """where the learner's network is; auto: CUDA where there is any. Actors use the CPU"""
 
     n_actors: int | None = None
     """actor processes; None: with CUDA one per core but one, without it half the cores"""
     envs_per_actor: int = 16
     """environments that each actor steps together"""
     learner_threads: int | None = None
-    """threads of the learner; None: one for each core that no actor has, and one alone for the MLP"""
+    """threads of the learner; None: one for each core that no actor has, one for the MLP"""
     arch: Literal["auto", "nature", "mlp"] = "auto"
     """network; auto: nature for images, mlp for vectors"""
     bfloat16: bool = False
-    """images: run the convolutions in bfloat16, faster where the processor has it; parameters stay float32"""
+    """images: run the convolutions in bfloat16, faster where the processor has it"""
     n_step: int = 3
     """n, rewards in a return"""
     epsilon: float = 0.4
@@ -122,19 +135,17 @@ class Args(RunArgs):
     chunk_size: int = 50
     """B, transitions of an environment that an actor sends at once"""
     fetch_interval: int = 100
-    """steps of each environment between two fetches of parameters"""
+    """steps of each environment between two fetches of θ"""
     capacity: int | None = None
-    """transitions in the replay memory; None: two million, or as many as fit into four fifths of the free memory"""
+    """transitions in the replay memory; None: 2 million, or what fits into 0.8 of free memory"""
     replay_device: Literal["cpu", "cuda"] = "cpu"
     """where the frames of the replay memory are"""
-    save_replay: bool = False
-    """put the replay memory into the checkpoints; without it a resumed run fills it anew before it learns"""
     learning_starts: int = 50_000
     """transitions in the replay memory before the first update"""
     trim_interval: int = 100
     """updates between two removals of what exceeds the capacity"""
     replay_ratio: float | None = None
-    """samples learned per transition added, to which learner and actors are held; None: both run free"""
+    """samples learned per transition added, to which learner and actors are held; None: run free"""
     priority_alpha: float = 0.6
     """exponent of the priorities"""
     priority_beta: float = 0.4
@@ -150,7 +161,7 @@ class Args(RunArgs):
     gamma: float = 0.99
     """γ, discount per step"""
     max_grad_norm: float = 40.0
-    """threshold of the global gradient norm; 0 leaves no gradient"""
+    """threshold of the global gradient norm"""
     rms_decay: float = 0.95
     """decay of RMSProp's averages g and m per update"""
     rms_eps: float = 1.5e-7
@@ -161,7 +172,7 @@ class Args(RunArgs):
     """learn from rewards times this, where they are not clipped"""
 
 
-# ---------------------------------------------------------------------------------------------------- network
+# --- network
 
 
 def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[nn.Module]:
@@ -169,29 +180,35 @@ def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[
 
 
 class QNetwork(nn.Module):
-    """Q(s, ·; θ), dueling: V(s) and the advantages A(s, ·) are two streams that share a trunk (Wang et al. 2016)."""
+    """Q(s, ·; θ), dueling: V(s) and the advantages A(s, ·) share a trunk (Wang et al. 2016)."""
 
     def __init__(
-        self, observation_space: spaces.Box, action_space: spaces.Discrete, arch: str, bfloat16: bool = False
+        self,
+        observation_space: spaces.Box,
+        action_space: spaces.Discrete,
+        arch: str,
+        bfloat16: bool = False,
     ) -> None:
         super().__init__()
-        self.observation_space, self.bfloat16 = observation_space, bfloat16
+        self.bfloat16 = bfloat16
         if arch == "nature":  # (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7
             layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1), nn.Flatten()]
-            self.trunk = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster on CPU
             n_features, n_hidden = 3136, 512
         else:  # (n, d) → 256
-            n_features = n_hidden = 256
-            self.trunk = nn.Sequential(nn.Linear(observation_space.shape[0], n_features), nn.ReLU(inplace=True))
-
-        def stream(n_outputs: int) -> nn.Module:
-            hidden = nn.Linear(n_features, n_hidden)
-            return nn.Sequential(hidden, nn.ReLU(inplace=True), nn.Linear(n_hidden, n_outputs))
-
-        self.value, self.advantages = stream(1), stream(int(action_space.n))
+            layers = [nn.Linear(observation_space.shape[0], 256), nn.ReLU(inplace=True)]
+            n_features, n_hidden = 256, 256
+        self.trunk = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster
+        self.value, self.advantages = (
+            nn.Sequential(
+                nn.Linear(n_features, n_hidden),
+                nn.ReLU(inplace=True),
+                nn.Linear(n_hidden, n_outputs),
+            )
+            for n_outputs in (1, int(action_space.n))
+        )
 
     def forward(self, obs: Tensor) -> Tensor:
-        """(n, 4, 84, 84) uint8 or (n, d) float → (n, n_actions)."""
+        """Observations (n, 4, 84, 84) uint8 or (n, d) float → (n, n_actions)."""
         if obs.dtype == torch.uint8:
             obs = obs.contiguous(memory_format=torch.channels_last).float().div_(255)
             with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bfloat16):
@@ -203,16 +220,16 @@ class QNetwork(nn.Module):
         return self.value(features) + advantages - advantages.mean(1, keepdim=True)
 
 
-# ------------------------------------------------------------------------------------------------ mathematics
+# --- mathematics
 
 
 def epsilon_of(epsilon: float, alpha: float, index: int, n: int) -> float:
-    """ε_i = ε^(1 + α i/(N-1)) of environment i of N, constant in time (sec. 4.1); ε where N is 1."""
+    """ε_i = ε^(1 + α i/(N-1)) of environment i of N, for good (sec. 4.1); ε where N is 1."""
     return epsilon ** (1 + alpha * index / max(n - 1, 1))
 
 
 def epsilon_greedy(q_values: Tensor, epsilon: float | Tensor) -> Tensor:
-    """The best action, or with probability ε, a number or (n,), any: q_values (n, n_actions) → (n,) int64."""
+    """The best action, or with probability ε any: (n, n_actions) and a number or (n,) → (n,)."""
     random = torch.randint(q_values.shape[1], (len(q_values),))
     return torch.where(torch.rand(len(q_values)) < epsilon, random, q_values.argmax(1))
 
@@ -220,32 +237,43 @@ def epsilon_greedy(q_values: Tensor, epsilon: float | Tensor) -> Tensor:
 def n_step_transitions(
     rewards: np.ndarray, terminated: np.ndarray, acted: np.ndarray, n_step: int, gamma: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What follows each of the first m of m + n positions of an environment, whose episodes follow one another.
+    """What follows each of the first m of m + n frames of an environment, episode after episode.
 
-    Args:
-        rewards: (m + n,) of the action at each position.
-        terminated: (m + n,) whether that action ended the episode.
-        acted: (m + n,) False at the final observation of a truncated episode, which has a position of its own.
-
-    Returns:
-        Σ_k γ^k R_{t+k+1} over up to n rewards; what Q of the state after them counts: γ^k, 0 where the episode has
-        terminated; and how many positions later that state is. (m,) each.
+    Args: (m + n,) each:
+        rewards: of the action at each frame.
+        terminated: whether that action ended the episode.
+        acted: False at the final observation of a truncated episode, which has a frame of its own.
+    Returns: (m,) each:
+        Σ_k γ^k R_{t+k+1} over up to n rewards, as many as the episode has.
+        What Q of the state after them counts: γ^k, or 0 where the episode has terminated.
+        k, the number of these rewards: that state is k frames later.
     """
     m = len(rewards) - n_step
-    returns, going = np.zeros(m, np.float32), acted[:m].copy()
-    discounts, offsets = np.full(m, gamma**n_step, np.float32), np.full(m, n_step)
+    returns = np.zeros(m, np.float32)
+    n_rewards = np.zeros(m, np.int64)
+    over = np.zeros(m, np.bool_)
+    going = acted[:m]
     for k in range(n_step):
         returns += gamma**k * rewards[k : k + m] * going
-        ended = going & terminated[k : k + m]
-        truncated = going & ~ended & ~acted[k + 1 : k + 1 + m]
-        discounts[ended], offsets[ended] = 0, 0
-        discounts[truncated], offsets[truncated] = gamma ** (k + 1), k + 1
-        going &= ~(ended | truncated)
-    return returns, discounts, offsets
+        n_rewards += going
+        over |= going & terminated[k : k + m]
+        going = going & ~over & acted[k + 1 : k + 1 + m]
+    return returns, np.where(over, 0, gamma**n_rewards).astype(np.float32), n_rewards
 
 
-def double_q_targets(returns: Tensor, discounts: Tensor, next_q_values: Tensor, next_target_q_values: Tensor) -> Tensor:
-    """G = return + discount Q(S', argmax_a Q(S', a; θ); θ⁻) (sec. 3.1), (n,); Q-values (n, n_actions)."""
+def importance_weights(probabilities: np.ndarray, size: int, beta: float) -> np.ndarray:
+    """w = (N P)^-β, divided by the largest of the batch, (n,)."""
+    weights = (size * probabilities) ** -beta
+    return (weights / weights.max()).astype(np.float32)
+
+
+def double_q_targets(
+    returns: Tensor, discounts: Tensor, next_q_values: Tensor, next_target_q_values: Tensor
+) -> Tensor:
+    """G = return + discount Q(S', argmax_a Q(S', a; θ); θ⁻) (sec. 3.1), (n,).
+
+    Args: returns and discounts (n,), Q-values of S' by θ and by θ⁻, (n, n_actions).
+    """
     best = next_q_values.argmax(1, keepdim=True)
     return returns + discounts * next_target_q_values.gather(1, best).squeeze(1)
 
@@ -253,254 +281,462 @@ def double_q_targets(returns: Tensor, discounts: Tensor, next_q_values: Tensor, 
 class CentredRMSProp(torch.optim.Optimizer):
     """g ← decay g + (1 - decay) d²; m ← decay m + (1 - decay) d; θ ← θ - lr d / √(g - m² + eps).
 
-    torch.optim.RMSprop has eps outside the root. g - m² is a variance; rounding may leave it below zero.
+    torch.optim.RMSprop has eps outside the root. g - m² is a variance, which rounding may leave
+    below zero.
     """
 
     def __init__(self, params: Any, lr: float, decay: float, eps: float) -> None:
         super().__init__(params, {"lr": lr, "decay": decay, "eps": eps})
         for group in self.param_groups:
             for p in group["params"]:
-                self.state[p]["square"], self.state[p]["mean"] = torch.zeros_like(p), torch.zeros_like(p)
+                self.state[p].update(square=torch.zeros_like(p), mean=torch.zeros_like(p))
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                square, mean = self.state[p]["square"], self.state[p]["mean"]
-                square.mul_(group["decay"]).addcmul_(p.grad, p.grad, value=1 - group["decay"])
-                mean.mul_(group["decay"]).add_(p.grad, alpha=1 - group["decay"])
+                square = self.state[p]["square"].mul_(group["decay"])
+                square.addcmul_(p.grad, p.grad, value=1 - group["decay"])
+                mean = self.state[p]["mean"].lerp_(p.grad, 1 - group["decay"])
                 variance = square.addcmul(mean, mean, value=-1).clamp_(min=0)
                 p.addcdiv_(p.grad, variance.add_(group["eps"]).sqrt_(), value=-group["lr"])
 
 
-# ------------------------------------------------------------------------------------------------------ actor
+# --- replay memory
+
+# A transition beside its observations: S' is n_rewards frames after S. The action is -1 where there
+# is none: at the final observation of a truncated episode.
+TRANSITION = np.dtype([("action", "i8"), ("return", "f4"), ("discount", "f4"), ("n_rewards", "i8")])
+
+
+class Chunk(NamedTuple):
+    """B frames of one environment, and the B transitions that they complete, n frames earlier."""
+
+    env: int  # among all environments
+    episodes: list[tuple[float, int]]  # that have ended: raw return and length in agent steps
+    frames: np.ndarray  # (B, 84, 84) uint8 or (B, d) float32
+    n_earlier: np.ndarray  # (B,) frames of the same episode before each of them
+    transitions: np.ndarray  # (B,) TRANSITION
+    priorities: np.ndarray  # (B,) of the transitions, 0 where there is none
+
+
+class Batch(NamedTuple):
+    """n transitions of the replay memory, (n,) or (n, ...) each."""
+
+    indices: np.ndarray
+    priorities: np.ndarray
+    obs: Tensor
+    next_obs: Tensor
+    actions: Tensor
+    returns: Tensor
+    discounts: Tensor  # what Q of next_obs counts
+    weights: Tensor
+
+
+def priorities_of(errors: np.ndarray, args: Args) -> np.ndarray:
+    """p^α with p = |δ| + 1e-6, for the errors of actors and of the learner alike."""
+    return (np.abs(errors) + args.priority_eps) ** args.priority_alpha
+
+
+class Replay:
+    """Prioritised replay memory (sec. 3). Each frame lies once; stacks are made when drawn.
+
+    Each environment has a ring of `length` frames, a whole number of chunks. A transition has the
+    index of the last frame of S. Where there is none, or none any more, the priority is zero.
+    """
+
+    def __init__(self, space: spaces.Box, args: Args, device: torch.device, seed: int) -> None:
+        self.args, self.device = args, device
+        self.stack = STACK if len(space.shape) == 3 else 1
+        n_envs = args.n_actors * args.envs_per_actor
+        n_chunks = math.ceil(SPARE * args.capacity / n_envs / args.chunk_size)
+        self.length = n_chunks * args.chunk_size
+        n_frames = n_envs * self.length
+        self.frames = torch.empty(
+            (n_frames, *space.shape[-2:]),
+            dtype=getattr(torch, space.dtype.name),
+            device=args.replay_device,
+        )
+        self.n_earlier = np.zeros(n_frames, np.int32)
+        self.transitions = np.zeros(n_frames, TRANSITION)
+        self.tree = SumTree(n_frames, seed)
+        self.size = 0  # transitions
+        self.next = np.arange(0, n_frames, self.length)  # where each environment's next frame goes
+        self.chunks = OrderedDict()  # their first frames, as they arrived
+
+    def later(self, indices: np.ndarray, n_frames: np.ndarray | int) -> np.ndarray:
+        """The indices of the frames that come n_frames later in the same rings."""
+        return indices - indices % self.length + (indices + n_frames) % self.length
+
+    def add(self, chunk: Chunk) -> int:
+        """Add a chunk, in a full ring in place of the oldest. Returns its number of transitions.
+
+        Raises: ValueError: a priority is not finite.
+        """
+        n, B = self.args.n_step, self.args.chunk_size
+        first = self.next[chunk.env]
+        self.next[chunk.env] = self.later(first, B)
+        self.frames[first : first + B] = torch.from_numpy(chunk.frames)
+        self.n_earlier[first : first + B] = chunk.n_earlier
+        self.transitions[self.later(first, np.arange(-n, B - n))] = chunk.transitions
+        # what follows these transitions needs frames that are overwritten, or are still to come
+        self._set_priorities(first, np.append(chunk.priorities, np.zeros(n + self.stack - 1)))
+        self.chunks[first] = None
+        self.chunks.move_to_end(first)
+        return int(np.count_nonzero(chunk.priorities))
+
+    def _set_priorities(self, first: int, priorities: np.ndarray) -> None:
+        """Set the priorities of the transitions from n frames before `first` on."""
+        indices = self.later(first, np.arange(len(priorities)) - self.args.n_step)
+        self.size += np.count_nonzero(priorities) - np.count_nonzero(self.tree[indices])
+        self.tree.update(indices, priorities)
+
+    def trim(self) -> None:
+        """Remove the oldest chunks of all environments, first in, first out, down to capacity."""
+        while self.size > self.args.capacity:
+            first, _ = self.chunks.popitem(last=False)
+            self._set_priorities(first, np.zeros(self.args.chunk_size))
+
+    def sample(self) -> Batch:
+        """Draw a batch of transitions in proportion to their priorities."""
+        indices, probabilities = self.tree.sample(self.args.batch_size)
+        weights = importance_weights(probabilities, self.size, self.args.priority_beta)
+        rows = self.transitions[indices]
+        columns = rows["action"], rows["return"], rows["discount"], weights
+        tensors = (torch.as_tensor(column, device=self.device) for column in columns)
+        obs = self.observations(indices)
+        next_obs = self.observations(self.later(indices, rows["n_rewards"]))
+        return Batch(indices, self.tree[indices], obs, next_obs, *tensors)
+
+    def observations(self, indices: np.ndarray) -> Tensor:
+        """What the actor saw, (n, 4, 84, 84) uint8 or (n, d) float32, on the learner's device."""
+        back = np.arange(self.stack)[::-1]  # older frames first
+        stacks = self.later(indices[:, None], -back)
+        flat = torch.as_tensor(stacks.ravel(), device=self.frames.device)
+        # index_select is faster than self.frames[indices]
+        frames = self.frames.index_select(0, flat).to(self.device).unflatten(0, stacks.shape)
+        frames[np.nonzero(back > self.n_earlier[indices, None])] = 0  # before the first frame
+        return frames.squeeze(1)  # which changes vectors only
+
+    def set_priorities(self, batch: Batch, errors: np.ndarray) -> None:
+        """Write a batch's priorities back, but for transitions that are gone by now."""
+        there = self.tree[batch.indices] == batch.priorities  # else removed, or another one
+        self.tree.update(batch.indices[there], priorities_of(errors[there], self.args))
+
+
+# --- actor
+
+
+class Row(NamedTuple):
+    """A frame, and what was done there: nothing at the final observation of a truncated episode."""
+
+    frame: np.ndarray | None
+    n_earlier: int  # frames of the same episode before it
+    q_max: float  # max_a Q(S_t, a)
+    action: int = -1  # A_t
+    q_taken: float = 0.0  # Q(S_t, A_t)
+    reward: float = 0.0  # R_{t+1}
+    terminated: bool = False
 
 
 class LocalBuffer:
-    """The last positions of one environment: gives a chunk as soon as B transitions are complete."""
+    """The last frames of one environment, until their transitions are complete."""
 
-    def __init__(self, space: spaces.Box, args: Args) -> None:
-        self.n_step, self.gamma, self.chunk_size = args.n_step, args.gamma, args.chunk_size
-        shape, dtype = frame_space(space)
-        room = self.n_step + self.chunk_size
-        self.frames = np.zeros((room, *shape), dtype)
-        self.ages = np.zeros(room, np.uint8)
-        self.actions, self.rewards = np.zeros(room, np.int32), np.zeros(room, np.float32)
-        self.terminated, self.acted = np.zeros(room, np.bool_), np.zeros(room, np.bool_)
-        self.q_taken, self.q_max = np.zeros(room, np.float32), np.zeros(room, np.float32)
-        self.count = self.n_step  # nothing has been done before the first position
+    def __init__(self, env: int, args: Args) -> None:
+        self.env, self.args = env, args
+        self.episodes = []
+        self.rows = [Row(None, 0, 0.0)] * args.n_step  # nothing was done before the first frame
 
-    def add(self, frame: np.ndarray, age: int, q_max: float, taken: tuple | None) -> Chunk | None:
-        """Add S_t, max_a Q(S_t, a) and what was done there: A_t, Q(S_t, A_t), R_{t+1}, and whether that ended the
-        episode; None where it was truncated. Returns the chunk that is complete with it, if one is.
-        """
-        i = self.count
-        self.frames[i], self.ages[i], self.q_max[i], self.acted[i] = frame, age, q_max, taken is not None
-        self.actions[i], self.q_taken[i], self.rewards[i], self.terminated[i] = taken or (0, 0.0, 0.0, False)
-        self.count += 1
-        return self._chunk() if self.count == len(self.ages) else None
-
-    def _chunk(self) -> Chunk:
-        n, m = self.n_step, self.chunk_size
-        returns, discounts, offsets = n_step_transitions(self.rewards, self.terminated, self.acted, n, self.gamma)
-        errors = returns + discounts * self.q_max[np.arange(m) + offsets] - self.q_taken[:m]
-        chunk = {"frames": self.frames[n:].copy(), "ages": self.ages[n:].copy(), "acted": self.acted[:m].copy()}
-        chunk |= {"returns": returns, "discounts": discounts, "offsets": offsets, "errors": errors}
-        chunk |= {"actions": self.actions[:m].copy()}
-        for array in (self.actions, self.rewards, self.terminated, self.acted, self.q_taken, self.q_max):
-            array[:n] = array[m:].copy()  # transitions that wait for what comes
-        self.count = n
-        return chunk
+    def chunks(self) -> Iterator[Chunk]:
+        """Take out the chunks of B transitions that are complete, with priorities."""
+        n, B = self.args.n_step, self.args.chunk_size
+        while len(self.rows) >= n + B:
+            frames, *columns = zip(*self.rows[: n + B], strict=True)
+            n_earlier, q_max, actions, q_taken, rewards, terminated = map(np.array, columns)
+            acted = actions >= 0
+            returns, discounts, n_rewards = n_step_transitions(
+                rewards, terminated, acted, n, self.args.gamma
+            )
+            errors = returns + discounts * q_max[np.arange(B) + n_rewards] - q_taken[:B]
+            columns = actions[:B], returns, discounts, n_rewards
+            yield Chunk(
+                self.env,
+                self.episodes,
+                np.stack(frames[n:]),
+                n_earlier[n:],
+                np.rec.fromarrays(columns, TRANSITION),
+                priorities_of(errors, self.args) * acted[:B],
+            )
+            self.rows = self.rows[B:]
+            self.episodes = []
 
 
-def actor(link: Link, args: Args) -> None:
-    """Algorithm 1: acts until it is ended.
+def actor(index: int, args: Args, first_step: int, fetch: Callable) -> Iterator[list[Chunk]]:
+    """Algorithm 1: yields, after each step, the chunks for the replay memory that are complete.
 
-    Raises: WorkerError: the environment failed.
+    `fetch` returns a network of the actor's own with the learner's θ. Whoever iterates carries the
+    chunks to the learner; close() closes the environments.
     """
-    n, index = args.envs_per_actor, link.index
-    torch.manual_seed(env_seed(args.seed, link.start, index))
-    envs = RecordEpisodeStatistics(make_vec_env(args.env_id, n, 0, json.loads(args.env_kwargs)))
-    link.at_end.callback(envs.close)
-    space = envs.single_observation_space
-    model = QNetwork(space, envs.single_action_space, args.arch, args.bfloat16)
-    parameters = list(model.parameters())
-    streams = range(index * n, index * n + n)  # which of all environments these are
-    epsilons = torch.tensor([epsilon_of(args.epsilon, args.epsilon_alpha, i, n * args.n_actors) for i in streams])
-    buffers = [LocalBuffer(space, args) for _ in streams]
-    newest = (slice(None), -1) if len(space.shape) == 3 else slice(None)
-    obs, ages = envs.reset(seed=env_seed(args.seed, link.start, index, 1))[0], np.zeros(n, np.uint8)
-    for t in itertools.count():
-        if t % args.fetch_interval == 0:
-            link.request()
-        link.fetch(parameters)  # θ ← Learner.Parameters()
-        with torch.no_grad():
+    n = args.envs_per_actor
+    torch.manual_seed(env_seed(args.seed, first_step, index))
+    envs = RecordEpisodeStatistics(make_vec_env(args.env_id, n, 0, args.env_kwargs))
+    with contextlib.closing(envs):
+        buffers = [LocalBuffer(index * n + i, args) for i in range(n)]
+        epsilons = torch.tensor(
+            [
+                epsilon_of(args.epsilon, args.epsilon_alpha, buffer.env, args.n_actors * n)
+                for buffer in buffers
+            ]
+        )
+        obs, _ = envs.reset(seed=env_seed(args.seed, first_step, index, 1))
+        n_earlier = np.zeros(n, np.int64)
+        newest = np.s_[..., -1, :, :] if obs.ndim == 4 else ...  # of the frames in a stack
+        for t in itertools.count():
+            if t % args.fetch_interval == 0:
+                model = fetch()  # θ ← Learner.Parameters()
             q_values = model(torch.from_numpy(obs))
-        actions = epsilon_greedy(q_values, epsilons).numpy()  # A_t by π_θ(S_t)
-        q_values = q_values.numpy()
-        q_taken, q_max = q_values[np.arange(n), actions], q_values.max(1)
-        next_obs, reward, terminated, truncated, info = envs.step(actions)
-        rewards = learned_rewards(reward, args)
-        frames, next_ages = obs[newest], np.minimum(ages + 1, STACK - 1)
-        for i, (stream, buffer) in enumerate(zip(streams, buffers, strict=True)):
-            taken = actions[i], q_taken[i], rewards[i], terminated[i]
-            if chunk := buffer.add(frames[i], ages[i], q_max[i], taken):  # LocalBuffer.Add, Get(B)
-                link.send(stream, chunk)  # Replay.Add(τ, p)
-            if truncated[i] and not terminated[i]:  # the return goes on with Q of the final observation
-                final_obs = info["final_obs"][i][None]
-                with torch.no_grad():
-                    final_q = model(torch.from_numpy(final_obs)).max().item()
-                if chunk := buffer.add(final_obs[newest][0], next_ages[i], final_q, None):
-                    link.send(stream, chunk)
-        done = terminated | truncated
-        for i in np.flatnonzero(done):
-            link.report(info["episode"]["r"][i], info["episode"]["l"][i])
-        obs, ages = next_obs, np.where(done, 0, next_ages).astype(np.uint8)
-
-
-# --------------------------------------------------------------------------------------------------- training
-
-
-def update(
-    model: QNetwork, target_model: QNetwork, optimizer: CentredRMSProp, batch: Batch, max_grad_norm: float
-) -> tuple[np.ndarray, dict[str, Any]]:
-    """One update of Algorithm 2: the errors δ before it, (n,), and the scalars to log, td_loss the mean of δ².
-
-    Raises: FloatingPointError: the loss or its gradient is not finite.
-    """
-    with torch.no_grad():
-        next_q_values = model(batch.next_obs)
-        targets = double_q_targets(batch.returns, batch.discounts, next_q_values, target_model(batch.next_obs))
-    q_values = model(batch.obs).gather(1, batch.actions[:, None]).squeeze(1)
-    errors = targets - q_values
-    squares = errors.square()
-    loss = (batch.weights * squares / 2).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    numbers = torch.cat([errors.detach(), grad_norm[None]]).cpu().numpy()  # the one look of the host at the device
-    if not np.isfinite(numbers).all():
-        raise FloatingPointError(f"the loss is {loss.item()}, the norm of its gradient {grad_norm.item()}")
-    optimizer.step()
-    return numbers[:-1], {"losses/td_loss": squares, "losses/q_values": q_values, "losses/grad_norm": grad_norm}
-
-
-def train(args: Args, checkpoint: dict | None = None) -> int:
-    """Algorithm 2, the learner, and around it the actors. Returns the exit status.
-
-    Raises: WorkerError: an actor died three times within a minute. FloatingPointError: see `update`, `Replay.add`
-    and `Actors.receive`.
-    """
-    device = pick_device(args.device)
-    torch.manual_seed(args.seed)
-    n_threads = 1 if args.arch == "mlp" else max(1, n_cores() - args.n_actors)
-    torch.set_num_threads(args.learner_threads or n_threads)
-    model = make_model(args)
-    space = model.observation_space
-    target_model = copy.deepcopy(model)  # θ⁻
-    parameters = list(model.parameters())
-    optimizer = CentredRMSProp(parameters, args.learning_rate, args.rms_decay, args.rms_eps)
-    print(
-        f"replay memory: {args.capacity:,} transitions, {replay_bytes(space, args) / 1e6:,.0f} MB when it is full; "
-        f"learning begins when {args.learning_starts:,} have come"
-    )
-    start = checkpoint["step"] if checkpoint else 0
-    replay = Replay(space, args, device, start)
-    parts = {"model": model, "target_model": target_model, "optimizer": optimizer}
-    parts |= {"replay": replay} if args.save_replay else {}
-    fields, n_slots = chunk_fields(space, args.chunk_size), min(2 * args.envs_per_actor, 100)
-    n_parameters = sum(p.numel() for p in parameters)
-    actors = Actors(actor, (args,), args.n_actors, fields, n_slots, n_parameters, start)
-    ratio, added, learned = args.replay_ratio, 0, 0  # the last two: transitions since learning began
-    with Run(SCRIPT, args, parts, make_policy, checkpoint, log_interval=20) as run:
-        step, first_step = run.step, run.step + args.learning_starts - replay.size  # a restored memory counts
-        if first_step >= args.total_steps:
-            print("nothing is learned in so few steps")
-        actors.publish(parameters)
-        with actors:
-            while not run.stopped:
-                learning = step >= first_step
-                due = learning and (ratio is None or ratio * added - learned >= args.batch_size)
-                if ratio is None or not due:  # with a ratio, what is owed is learned before more is taken
-                    if step >= args.total_steps:
-                        break
-                    for stream, chunk in actors.receive(run, timeout=0.0 if due else 0.1):
-                        if step >= args.total_steps:
-                            break
-                        n_added = replay.add(stream, chunk)
-                        step, added = step + n_added, added + learning * n_added
-                    run.advance(step)
-                actors.publish(parameters)
-                if not due:
-                    continue
-                batch = replay.sample()  # id, τ ← Replay.Sample()
-                errors, scalars = update(model, target_model, optimizer, batch, args.max_grad_norm)
-                replay.set_priorities(batch, errors)  # Replay.SetPriority(id, p)
-                learned += args.batch_size
-                if (run.updates + 1) % args.trim_interval == 0:
-                    replay.trim()  # Replay.RemoveToFit()
-                if (run.updates + 1) % args.target_interval == 0:
-                    target_model.load_state_dict(model.state_dict())  # θ⁻ ← θ
-                scalars |= {"charts/replay_size": replay.size, "charts/updates": run.updates + 1}
-                if added:
-                    scalars["charts/replay_ratio"] = learned / added  # 0.78 by the paper's rates
-                run.count_update(step, scalars)
-    return run.exit_status
+            actions = epsilon_greedy(q_values, epsilons).numpy()  # a ← π(s; θ)
+            q_values = q_values.numpy()
+            next_obs, reward, terminated, truncated, info = envs.step(actions)
+            columns = (
+                obs[newest],
+                n_earlier,
+                q_values.max(1),
+                actions,
+                q_values[np.arange(n), actions],
+                learned_rewards(reward, args),
+                terminated,
+            )
+            for buffer, row in zip(buffers, map(Row, *columns), strict=True):
+                buffer.rows.append(row)  # LocalBuffer.Add((s, a, r, γ))
+            n_earlier += 1
+            for i in np.flatnonzero(terminated | truncated):
+                if not terminated[i]:  # a time limit ends the episode but not the return
+                    final_obs = info["final_obs"][i]
+                    final_q = model(torch.from_numpy(final_obs[None])).max().item()
+                    buffers[i].rows.append(Row(final_obs[newest], n_earlier[i], final_q))
+                buffers[i].episodes.append((info["episode"]["r"][i], info["episode"]["l"][i]))
+                n_earlier[i] = 0
+            obs = next_obs
+            # τ ← LocalBuffer.Get(B), p ← ComputePriorities(τ), Replay.Add(τ, p)
+            yield [chunk for buffer in buffers for chunk in buffer.chunks()]
 
 
 def learned_rewards(rewards: np.ndarray, args: Args) -> np.ndarray:
     return np.clip(rewards, -1, 1) if args.clip_rewards else rewards * args.reward_scale
 
 
-def make_model(args: Args) -> QNetwork:
-    """The network of a run, with fresh parameters."""
-    env = check_env(args)
-    return QNetwork(env.observation_space, env.action_space, args.arch, args.bfloat16).to(pick_device(args.device))
+# --- transport
 
 
-def make_policy(model: QNetwork, args: Args) -> Policy:
-    """How evaluation plays: ε-greedily."""
+class Actors:
+    """The actors as processes on this machine: the learner receives chunks and publishes θ.
 
-    @torch.no_grad()
-    def policy(obs: np.ndarray) -> np.ndarray:
-        q_values = model(torch.from_numpy(obs).to(next(model.parameters()).device)).cpu()
-        return epsilon_greedy(q_values, args.eval_epsilon).numpy()
-
-    return policy
-
-
-# ------------------------------------------------------------------------------------------------------- main
-
-
-def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
-    """The arguments, complete and checked, and the checkpoint that --resume or --evaluate names.
-
-    Raises: UsageError: an argument that cannot work; nothing has been started or written by then.
+    θ lies in shared memory without a lock. An actor may fetch a mixture of two publications, which
+    does no harm. The learner may take long to come for a chunk, so its frames wait in one of the
+    actor's slots in shared memory; the rest goes through a pipe, and the slot's number comes back.
     """
-    args, checkpoint, env = read_args(SCRIPT, argv, Args(), __doc__, PRESETS, atari_or_vector)
-    check_discrete(SCRIPT, args, env)
-    args.arch = pick_arch(args, env.observation_space, "nature")
-    on_cuda = pick_device(args.device).type == "cuda"
-    if args.n_actors is None:
-        args.n_actors = max(1, n_cores() - 1 if on_cuda else n_cores() // 2)
-    if args.chunk_size < (least := args.n_step + STACK):
-        raise UsageError(
-            f"--n-step {args.n_step} --chunk-size {args.chunk_size}: a chunk of {least} at least is needed"
+
+    def __init__(self, args: Args, first_step: int, space: spaces.Box, model: QNetwork) -> None:
+        self.model = copy.deepcopy(model).cpu().requires_grad_(False).share_memory()
+        shape = (args.n_actors, 2 * args.envs_per_actor, args.chunk_size, *space.shape[-2:])
+        memory = torch.from_numpy(np.zeros(shape, space.dtype)).share_memory_()
+        self.processes, self.slots = [], {}
+        for i, slots in enumerate(memory):
+            ours, theirs = mp.Pipe()
+            process = start(f"actor {i}", act, i, args, first_step, self.model, slots, theirs)
+            self.processes.append(process)
+            self.slots[ours] = slots.numpy()
+            theirs.close()
+
+    def publish(self, model: QNetwork) -> None:
+        """Let the actors fetch these parameters."""
+        self.model.load_state_dict(model.state_dict())
+
+    def receive(self, timeout: float) -> Iterator[Chunk]:
+        """The chunks that are there, or come within `timeout` seconds; each until the next one.
+
+        Raises: WorkerError: an actor died.
+        """
+        check(self.processes)  # a process that an environment has forked may keep the pipe open
+        for connection in wait(self.slots, timeout):
+            with contextlib.suppress(EOFError, ConnectionError):  # it has died: `check` will say so
+                while connection.poll():
+                    slot, chunk = connection.recv()
+                    yield chunk._replace(frames=self.slots[connection][slot])
+                    connection.send(slot)
+
+    def close(self) -> None:
+        for connection in self.slots:
+            connection.close()  # which asks the actors to end
+        stop(self.processes)
+
+
+def act(
+    index: int,
+    args: Args,
+    first_step: int,
+    model: QNetwork,
+    slots: Tensor,
+    learner: Any,
+) -> None:
+    """An actor's process: acts and sends chunks until the learner closes the pipe or is gone."""
+    free = list(range(len(slots)))
+    with contextlib.closing(actor(index, args, first_step, lambda: copy.deepcopy(model))) as steps:
+        for chunks in steps:
+            try:
+                while learner.poll():
+                    free.append(learner.recv())
+                for chunk in chunks:
+                    slot = free.pop() if free else learner.recv()  # waits for the learner
+                    slots[slot] = torch.from_numpy(chunk.frames)
+                    learner.send((slot, chunk._replace(frames=None)))
+            except (EOFError, ConnectionError):
+                return
+
+
+# --- learner
+
+
+def update(
+    model: QNetwork,
+    target_model: QNetwork,
+    optimizer: CentredRMSProp,
+    batch: Batch,
+    max_grad_norm: float,
+) -> tuple[np.ndarray, dict[str, Tensor]]:
+    """One update of θ. Returns the errors δ before it, (n,), and what to log.
+
+    Raises: RuntimeError: the gradient is not finite; θ is as before.
+    """
+    with torch.no_grad():
+        next_q_values = model(batch.next_obs), target_model(batch.next_obs)
+    q_values = model(batch.obs).gather(1, batch.actions[:, None]).squeeze(1)
+    errors = double_q_targets(batch.returns, batch.discounts, *next_q_values) - q_values
+    squares = errors.square()
+    loss = (batch.weights * squares / 2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm, error_if_nonfinite=True)
+    errors = errors.detach().cpu().numpy()
+    optimizer.step()
+    return errors, {"td_loss": squares, "q_values": q_values, "grad_norm": grad_norm}
+
+
+def train(
+    args: Args,
+    run: Run,
+    space: spaces.Box,
+    model: QNetwork,
+    target_model: QNetwork,
+    optimizer: CentredRMSProp,
+    device: torch.device,
+) -> None:
+    """Algorithm 2, the learner, from `run.step` on."""
+    step = run.step
+    first_step = step + args.learning_starts  # where learning begins
+    ratio = args.replay_ratio or math.inf
+    learned = 0  # samples
+    losses = {}
+    replay = Replay(space, args, device, env_seed(args.seed, step))
+    with contextlib.closing(Actors(args, step, space, model)) as actors:
+        while not (run.complete or run.stopped):
+            due = ratio * (step - first_step) >= learned + args.batch_size
+            if not due or ratio == math.inf:  # what is due is learned before more is taken
+                for chunk in actors.receive(0 if due else 0.1):
+                    step += replay.add(chunk)
+                    for episode in chunk.episodes:
+                        run.log_episode(*episode)
+            if not due:
+                run.log_step(step, **losses)
+                continue
+            batch = replay.sample()  # id, τ ← Replay.Sample()
+            # l ← ComputeLoss(τ; θ), θ ← UpdateParameters(l; θ), p ← ComputePriorities()
+            errors, losses = update(model, target_model, optimizer, batch, args.max_grad_norm)
+            replay.set_priorities(batch, errors)  # Replay.SetPriority(id, p)
+            learned += args.batch_size
+            losses["replay_size"] = replay.size
+            losses["replay_ratio"] = learned / (step - first_step)  # 0.78 in the paper
+            run.log_update(step, **losses)
+            if run.updates % args.trim_interval == 0:
+                replay.trim()  # Replay.RemoveToFit()
+            if run.updates % args.target_interval == 0:
+                target_model.load_state_dict(model.state_dict())  # θ⁻ ← θ
+            if run.updates % PUBLISH_INTERVAL == 0:
+                actors.publish(model)
+
+
+# --- main
+
+
+def pick_preset(args: Args, observations: gym.Space, actions: gym.Space) -> str:
+    return "atari" if len(observations.shape) == 3 else "vector"
+
+
+def pick_capacity(args: Args, space: spaces.Box) -> int:
+    """--capacity, or 2 million, or as many transitions as fit into 0.8 of the free memory."""
+    if pick_device(args.replay_device).type == "cuda":
+        free = torch.cuda.mem_get_info()[0]
+    else:
+        free = psutil.virtual_memory().available
+        with contextlib.suppress(OSError, ValueError):  # not Linux, or no limit: "max"
+            limit, used = (
+                int(Path(f"/sys/fs/cgroup/memory.{name}").read_text())
+                for name in ("max", "current")
+            )
+            free = min(free, limit - used)
+        free -= 500e6 * (args.n_actors + 1)  # what actors and learner need themselves, roughly
+    n_bytes = math.prod(space.shape[-2:]) * space.dtype.itemsize + 28 + 32  # frame, rest, sum tree
+    fit = int(free / SPARE / n_bytes)
+    capacity = args.capacity or min(2_000_000, int(0.8 * fit))
+    n_envs = args.n_actors * args.envs_per_actor
+    least = n_envs * (args.chunk_size + args.n_step + STACK)
+    if not least <= capacity <= fit:
+        usage_error(
+            f"--capacity {capacity:,}: {least:,} transitions at least are needed with these flags,"
+            f" and {fit:,} fit into the free memory"
         )
-    if not args.evaluate:
-        fit_replay(args, env.observation_space)
-    if checkpoint and args.resume and args.save_replay:
-        check_saved_replay(args, checkpoint)
-    if checkpoint is None:
-        make_run_dir(SCRIPT, args)
-    return args, checkpoint
+    return capacity
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
-    return run_script(SCRIPT, argv, parse, train, make_model, make_policy)
+    """Train and evaluate, or evaluate alone. Returns the exit status."""
+    args, observations, actions = parse_args("apex", argv, Args(), __doc__, PRESETS, pick_preset)
+    if not isinstance(actions, spaces.Discrete):
+        usage_error(f"--env-id {args.env_id}: Discrete actions are needed, it has {actions}")
+    device = pick_device(args.device)
+    if args.arch == "auto":
+        args.arch = "nature" if len(observations.shape) == 3 else "mlp"
+    if args.n_actors is None:
+        args.n_actors = max(1, n_cores() - 1 if device.type == "cuda" else n_cores() // 2)
+    n_threads = 1 if args.arch == "mlp" else max(1, n_cores() - args.n_actors)
+    torch.set_num_threads(args.learner_threads or n_threads)
+
+    torch.manual_seed(args.seed)
+    model = QNetwork(observations, actions, args.arch, args.bfloat16).to(device)  # θ
+    target_model = copy.deepcopy(model)  # θ⁻
+    optimizer = CentredRMSProp(model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps)
+
+    if args.evaluate:
+        load_checkpoint("apex", args.evaluate, model=model)
+    else:
+        args.capacity = pick_capacity(args, observations)
+        print(
+            f"replay memory: {args.capacity:,} transitions;"
+            f" learning begins when it has {args.learning_starts:,}"
+        )
+        with Run("apex", args, model=model, target_model=target_model, optimizer=optimizer) as run:
+            train(args, run, observations, model, target_model, optimizer, device)
+        if not run.complete:
+            return 128 + run.signal
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> np.ndarray:
+        q_values = model(torch.from_numpy(obs).to(device))
+        return epsilon_greedy(q_values.cpu(), args.eval_epsilon).numpy()
+
+    evaluate(args, policy)
+    return 0
 
 
 if __name__ == "__main__":

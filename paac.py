@@ -1,43 +1,44 @@
-"""PAAC: parallel advantage actor-critic (Clemente, Castejon and Chandra 2017), batched on CPU or CUDA.
+"""PAAC: parallel advantage actor-critic (Clemente, Castejon and Chandra 2017), on CPU or CUDA.
 
-One policy acts in n_e environments at once. After t_max steps of all of them, one synchronous update of θ:
+One policy acts in n_e environments at once. After t_max steps of all of them, one update of θ:
 
-    R_t = r_t + γ R_{t+1},    R_{t_max+1} = V(s_{t_max+1}; θ)                                      (Alg. 1, l. 12-15)
-    L = 1/n_e Σ_e Σ_t [ -log π(a_t|s_t; θ) (R_t - v_t) - β H(π(s_t; θ)) + 0.25 (R_t - V(s_t; θ))² ]  (eq. 10, 11)
-    d = ∇L with v_t = V(s_t; θ) held constant, scaled to a norm of at most 40;    α = 0.0007 n_e (1 - N / N_max)
-    g ← 0.99 g + 0.01 d²,    θ ← θ - α d / √(g + ε)
+    R_t = r_t + γ R_{t+1},    R_{t_max+1} = V(s_{t_max+1}; θ)                    (Alg. 1, l. 12-15)
+    L = 1/n_e Σ_e Σ_t [ -log π(a_t|s_t; θ) (R_t - v_t) - β H(π(s_t; θ))                   (eq. 10)
+                        + 0.25 (R_t - V(s_t; θ))² ]                                       (eq. 11)
+    d = ∇L with v_t = V(s_t; θ) held constant, scaled to a norm of at most 40
+    g ← 0.99 g + 0.01 d²,    θ ← θ - α d / √(g + ε),    α = 0.0007 n_e (1 - N / N_max)
 
     python paac.py --n-envs 32                                      # Pong from pixels
     python paac.py --env-id CartPole-v1 --total-steps 200_000       # half a minute
     python paac.py --resume runs/...                                # go on after an interruption
     python paac.py --evaluate runs/... --record                     # 30 episodes and a GIF
 
-Where the paper and its released code (github.com/Alfredvc/paac) differ or are silent, this file does the following:
-- the loss is a sum over t_max where eq. (10) has a mean, so that α = 0.0007 n_e is A3C's step for each environment
-  (the code has the mean times 5, which is the same with t_max = 5);
-- the value loss has the code's coefficient 0.25; eq. (11) has 1;
-- the return is cut at every step where an episode ends (the code), not only at the last one (Alg. 1);
-- RMSProp has ε inside the root and starts from g = 1, as TensorFlow's, which the code used;
-- α falls to zero over N_max (the code; the paper does not say);
-- N_max, β and the clipping threshold are the paper's with `--preset paper`, the code's with `--preset code`.
+Where the paper and its released code (github.com/Alfredvc/paac) differ or are silent:
+- The loss is a sum over t_max, where eq. (10) has a mean, so that α = 0.0007 n_e is A3C's step for
+  each environment. The code has five times the mean, which is the same with t_max = 5.
+- The squared value error has the code's coefficient 0.25; eq. (11) has 1.
+- The return is cut at every step where an episode ends (the code), not only at the last (Alg. 1).
+- RMSProp has ε inside the root and starts from g = 1, as TensorFlow's, which the code uses.
+- α falls to zero over N_max (the code); the paper does not say.
+- `--preset paper` has N_max, β and the clipping threshold of the paper, `--preset code` the code's.
 
-Departures: a time limit does not cut the return, it bootstraps from V of the final observation. Games start after 0 to
-30 no-ops (the code; the paper says 1 to 30) with three black frames in the first stack, are truncated after half an
-hour, and are greyed and resized by ALE (common/atari.py). The paper has no vectors and no continuous actions: the MLP,
-its running normalisation, the Gaussian (its [-1, 1] stretched to the bounds of the actions) and the presets `vector`
-and `continuous` are ours. Everything is float32, but for convolutions on CUDA, which PyTorch computes in TF32 unless
-told otherwise, and for `--bfloat16`.
+Departures:
+- A time limit does not cut the return: it bootstraps from V of the final observation.
+- Atari as in common/atari.py: 0 to 30 no-ops (the code; the paper has 1 to 30), three black frames
+  in the first stack, truncation after half an hour.
+- The paper has no vectors and no continuous actions. The MLP, the normalisation of observations,
+  the Gaussian and the presets `vector` and `continuous` are ours.
+- PyTorch computes convolutions on CUDA in TF32; everything else is float32, unless `--bfloat16`.
 """
 
 from __future__ import annotations
 
 import os
 
-if __name__ == "__main__":  # OpenMP's threads would go on spinning between forward passes, on the environments' cores
+if __name__ == "__main__":  # idle OpenMP threads must sleep, not spin: environments need the cores
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import contextlib
-import json
 import math
 import sys
 from dataclasses import dataclass
@@ -50,38 +51,46 @@ from gymnasium import spaces
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
 
-from common.evaluation import Policy, to_env
-from common.flags import RunArgs, check_env, check_range, check_rollout, pick_arch, pick_device
+from common.evaluate import evaluate
 from common.processes import n_cores
-from common.run import Run, make_run_dir, read_args, run_script
+from common.run import Run, RunArgs, load_checkpoint, parse_args, pick_device
 from common.vec_env import env_seed, make_vec_env
 
-SCRIPT = "paac"
-
-# Which constants hold for which kind of task: what differs from Args, which has those of the paper (sec. 5.1, Atari).
+# What differs from Args, which has the constants of the paper (sec. 5.1, Atari).
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
     # What the paper's released code sets otherwise.
     "code": {"total_steps": 80_000_000, "entropy_coef": 0.02, "max_grad_norm": 3.0},
     # Vectors, ours: rewards of any size, and tasks that are learned in minutes.
-    "vector": {"total_steps": 1_000_000, "n_envs": 16, "clip_rewards": False, "reward_scale": 0.1},
+    "vector": {
+        "total_steps": 1_000_000,
+        "n_envs": 16,
+        "clip_rewards": False,
+        "reward_scale": 0.1,
+    },
+    # Box actions, ours but for the weight of the entropy (Mnih et al. 2016, sec. 9). So small an ε
+    # makes each weight's step about α, whatever the size of the rewards. Found on HalfCheetah and
+    # Hopper, value_coef on Pendulum, which is only reliable with --entropy-coef 0.01.
+    "continuous": {
+        "total_steps": 1_000_000,
+        "n_envs": 16,
+        "t_max": 20,
+        "learning_rate": 3e-3,
+        "entropy_coef": 1e-4,
+        "value_coef": 1.0,
+        "rms_eps": 1e-5,
+        "clip_rewards": False,
+        "reward_scale": 0.1,
+    },
 }
-# Box actions: the weight of a Gaussian's entropy is that of Mnih et al. 2016, sec. 9; value_coef was found on Pendulum,
-# which is only reliable with --entropy-coef 0.01, γ, α and ε on HalfCheetah and Hopper: so small an ε makes each
-# weight's step about α, whatever the size of the rewards.
-PRESETS["continuous"] = PRESETS["vector"] | {"entropy_coef": 1e-4, "t_max": 20, "value_coef": 1.0}
-PRESETS["continuous"] |= {"learning_rate": 3e-3, "rms_eps": 1e-5}
-
-# Bytes that the forward pass of one observation keeps for the backward pass, in float32, besides a normalised vector.
-KEPT_BYTES = {"nips": 160_256, "nature": 211_968, "mlp": 1_024}
 
 
 @dataclass
 class Args(RunArgs):
     preset: Literal["auto", "paper", "code", "vector", "continuous"] = "auto"
-    """constants of the algorithm, see PRESETS; auto: continuous for Box actions, else paper for images or vector"""
+    """constants, see PRESETS; auto: paper for images, continuous for Box actions, else vector"""
     total_steps: int = 115_000_000
-    """N_max: agent steps of all environments together; 1 step = 1 action = 4 frames on Atari"""
+    """N_max: agent steps of all environments; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
     """of environments, initial parameters and actions"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -90,11 +99,11 @@ class Args(RunArgs):
     n_envs: int = 32
     """n_e: environments"""
     n_workers: int | None = None
-    """n_w: threads (Atari; at least 1) or processes (else; 0: none) that step them; None: 8, or fewer cores or n_e"""
+    """n_w: threads (Atari) or processes (else; 0: none) that step them; None: 8, or fewer cores"""
     arch: Literal["auto", "nips", "nature", "mlp"] = "auto"
     """network; auto: nips for images, mlp for vectors"""
     bfloat16: bool = False
-    """images: run all but the last layer in bfloat16, faster where the processor has it; parameters stay float32"""
+    """images: run all but the heads in bfloat16, faster where the processor has it"""
     t_max: int = 5
     """steps of each environment between two updates"""
     learning_rate: float | None = None
@@ -106,7 +115,7 @@ class Args(RunArgs):
     value_coef: float = 0.25
     """weight of the squared value error"""
     max_grad_norm: float = 40.0
-    """threshold of the global gradient norm; 0 leaves no gradient"""
+    """threshold of the global gradient norm"""
     rms_decay: float = 0.99
     """decay of RMSProp's mean square g per update"""
     rms_eps: float = 0.1
@@ -117,7 +126,7 @@ class Args(RunArgs):
     """learn from rewards times this, where they are not clipped"""
 
 
-# ---------------------------------------------------------------------------------------------------- network
+# --- network
 
 
 def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[nn.Module]:
@@ -125,13 +134,15 @@ def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[
 
 
 def mlp(n_inputs: int, n_outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(n_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, n_outputs))
+    hidden = [nn.Linear(n_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()]
+    return nn.Sequential(*hidden, nn.Linear(64, n_outputs))
 
 
 class RunningNorm(nn.Module):
-    """(x - mean) / √(var + eps) over all vectors acted on, clipped to ±clip: for vectors what /255 is for images.
+    """(x - mean) / √(var + eps), clipped to ±clip.
 
-    The statistics change only in `update` and belong to the state that checkpoints save.
+    Normalises vectors by a running mean and variance, as /255 does images. Both change only in
+    `update`, and checkpoints save them.
     """
 
     def __init__(self, size: int, eps: float, clip: float) -> None:
@@ -145,7 +156,8 @@ class RunningNorm(nn.Module):
         """Merge the vectors x, (..., size), into the mean and the (population) variance."""
         x = x.flatten(0, -2)
         total = self.count + len(x)
-        weight, delta = (len(x) / total).float(), x.mean(0) - self.mean
+        weight = (len(x) / total).float()
+        delta = x.mean(0) - self.mean
         self.var += weight * (x.var(0, unbiased=False) - self.var + (1 - weight) * delta**2)
         self.mean += weight * delta
         self.count.copy_(total)
@@ -155,16 +167,20 @@ class RunningNorm(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """π(a|s; θ) and V(s; θ). Images: one trunk, two linear heads. Vectors: normalised, then two MLPs.
+    """π(a|s; θ) and V(s; θ). Images: one trunk, two linear heads. Vectors: two MLPs.
 
-    Initial weights are PyTorch's own, U(±1/√fan_in): the same as Torch7's, which PAAC and A3C used.
+    Initial weights are PyTorch's own, U(±1/√fan_in), as were Torch7's, which PAAC and A3C used.
     """
 
     def __init__(
-        self, observation_space: spaces.Box, action_space: gym.Space, arch: str, bfloat16: bool = False
+        self,
+        observation_space: spaces.Box,
+        action_space: gym.Space,
+        arch: str,
+        bfloat16: bool = False,
     ) -> None:
         super().__init__()
-        self.action_space, self.discrete = action_space, isinstance(action_space, spaces.Discrete)
+        self.discrete = isinstance(action_space, spaces.Discrete)
         self.bfloat16 = bfloat16
         n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape)
         if arch == "mlp":
@@ -179,13 +195,16 @@ class ActorCritic(nn.Module):
                 layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1)]
                 layers += [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(inplace=True)]
             size = layers[-2].out_features
-            self.trunk = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster on CPU
+            self.trunk = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster
             self.policy, self.value = nn.Linear(size, n_outputs), nn.Linear(size, 1)
         if not self.discrete:
             self.log_std = nn.Parameter(torch.zeros(n_outputs))
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """(n, 4, 84, 84) uint8 or (n, d) float → logits (n, n_actions) or means (n, action_dim), values (n,)."""
+        """Observations (n, 4, 84, 84) uint8 or (n, d) float → outputs of π and values (n,).
+
+        Outputs of π: logits (n, n_actions), or means (n, action_dim).
+        """
         if obs.dtype == torch.uint8:
             obs = obs.contiguous(memory_format=torch.channels_last).float().div_(255)
             with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bfloat16):
@@ -196,36 +215,40 @@ class ActorCritic(nn.Module):
         return self.policy(hidden), self.value(hidden).squeeze(-1)
 
     def sample(self, outputs: Tensor) -> Tensor:
-        """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim) → (n, action_dim).
-
-        Raises: FloatingPointError: the outputs, or the actions that they give, are not finite.
-        """
-        numbers = outputs if self.discrete else outputs + self.log_std.exp() * torch.randn_like(outputs)
-        if not numbers.isfinite().all():
-            raise FloatingPointError("the outputs of the network are not finite")
-        return torch.multinomial(numbers.softmax(-1), 1).squeeze(-1) if self.discrete else numbers
+        """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim) → (n, action_dim)."""
+        if self.discrete:
+            return torch.multinomial(outputs.softmax(-1), 1).squeeze(-1)
+        return outputs + self.log_std.exp() * torch.randn_like(outputs)
 
     def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """log π(a|s) and H(π(s)), (...,) each; a Gaussian's entropy is a scalar, the same in every state."""
+        """log π(a|s), (...,), and H(π(s)), (...,), or one number for a Gaussian."""
         if self.discrete:
             log_probs = outputs.log_softmax(-1)
-            return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
-        distances = ((actions - outputs) * (-self.log_std).exp()).square().sum(-1)  # in standard deviations
+            entropies = -(log_probs.exp() * log_probs).sum(-1)
+            return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1), entropies
+        distances = ((actions - outputs) * (-self.log_std).exp()).square().sum(-1)
         entropy = (self.log_std + (1 + math.log(2 * math.pi)) / 2).sum()
-        return (outputs.shape[-1] - distances) / 2 - entropy, entropy  # H = E[-log π], and E[distances] = action_dim
+        # H = E[-log π], and E[distances] = action_dim
+        return (outputs.shape[-1] - distances) / 2 - entropy, entropy
 
 
-# ------------------------------------------------------------------------------------------------ mathematics
+# --- mathematics
 
 
-def n_step_returns(rewards: Tensor, dones: Tensor, final_values: Tensor, bootstrap: Tensor, gamma: float) -> Tensor:
+def n_step_returns(
+    rewards: Tensor, dones: Tensor, final_values: Tensor, bootstrap: Tensor, gamma: float
+) -> Tensor:
     """R_t = r_t + γ R_{t+1} backwards from the bootstrap value (Alg. 1, l. 12-15).
 
-    Args: time first, (t_max, n_envs) each: rewards; dones, bool, where an episode ended by termination or
-    truncation; final_values, V(final observation) where it was truncated and 0 where it was terminated.
-    bootstrap (n_envs,): V of the observation after the last step. Returns R, (t_max, n_envs).
+    Args: time first, (t_max, n_envs) each:
+        rewards.
+        dones: bool, where an episode ended by termination or truncation.
+        final_values: V(final observation) where it was truncated, 0 where it was terminated.
+        bootstrap: (n_envs,), V of the observation after the last step.
+    Returns: R, (t_max, n_envs).
     """
-    returns, R = torch.empty_like(rewards), bootstrap
+    returns = torch.empty_like(rewards)
+    R = bootstrap
     for t in reversed(range(len(rewards))):
         R = rewards[t] + gamma * torch.where(dones[t], final_values[t], R)
         returns[t] = R
@@ -233,12 +256,17 @@ def n_step_returns(rewards: Tensor, dones: Tensor, final_values: Tensor, bootstr
 
 
 def paac_loss(
-    log_probs: Tensor, entropies: Tensor, values: Tensor, returns: Tensor, entropy_coef: float, value_coef: float
+    log_probs: Tensor,
+    entropies: Tensor,
+    values: Tensor,
+    returns: Tensor,
+    entropy_coef: float,
+    value_coef: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Eq. (10) and (11) as losses, summed over t_max and averaged over environments; all (t_max, n_envs).
+    """Eq. (10) and (11) as losses, summed over t_max and averaged over environments.
 
-    Entropies may be one number instead, a Gaussian's.
-    Returns the total, its policy part (entropy included) and its value part.
+    Args: (t_max, n_envs) each; entropies may be one number instead, a Gaussian's.
+    Returns: the total, its policy part (entropy included) and its value part.
     """
     advantages = returns - values.detach()
     policy_loss = -(log_probs * advantages + entropy_coef * entropies).sum(0).mean()
@@ -252,12 +280,15 @@ def linear_decay(initial: float, step: int, total_steps: int) -> float:
 
 
 class RMSProp(torch.optim.Optimizer):
-    """g ← decay g + (1 - decay) d²; θ ← θ - lr d / √(g + eps). torch.optim.RMSprop has eps outside the root.
+    """g ← decay g + (1 - decay) d²; θ ← θ - lr d / √(g + eps).
 
-    `initial_square` is g at the start: 1 in TensorFlow and PAAC, 0 in A3C.
+    torch.optim.RMSprop has eps outside the root. `initial_square` is g at the start: 1 in
+    TensorFlow and PAAC, 0 in A3C.
     """
 
-    def __init__(self, params: Any, lr: float, decay: float, eps: float, initial_square: float) -> None:
+    def __init__(
+        self, params: Any, lr: float, decay: float, eps: float, initial_square: float
+    ) -> None:
         super().__init__(params, {"lr": lr, "decay": decay, "eps": eps})
         for group in self.param_groups:
             for p in group["params"]:
@@ -267,40 +298,33 @@ class RMSProp(torch.optim.Optimizer):
     def step(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
                 square = self.state[p]["square"].mul_(group["decay"])
                 square.addcmul_(p.grad, p.grad, value=1 - group["decay"])
                 p.addcdiv_(p.grad, (square + group["eps"]).sqrt_(), value=-group["lr"])
 
 
-# --------------------------------------------------------------------------------------------------- training
+# --- training
 
 
-def train(args: Args, checkpoint: dict | None = None) -> int:
-    """Algorithm 1, from the start or from a checkpoint. Returns the exit status.
-
-    Raises: WorkerError: an environment failed. FloatingPointError: the network, its loss or gradient is not finite.
-    """
-    device = pick_device(args.device)
-    torch.manual_seed(args.seed)
-    if args.arch == "mlp":
-        torch.set_num_threads(1)  # so small a network takes twice the time with two
-    model = make_model(args)
-    envs = RecordEpisodeStatistics(make_vec_env(args.env_id, args.n_envs, args.n_workers, json.loads(args.env_kwargs)))
-    optimizer = RMSProp(model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, initial_square=1.0)
-    parts = {"model": model, "optimizer": optimizer}
+def train(
+    args: Args, run: Run, model: ActorCritic, optimizer: RMSProp, device: torch.device
+) -> None:
+    """Algorithm 1, from `run.step` on."""
+    torch.manual_seed(env_seed(args.seed, run.step))
+    envs = make_vec_env(args.env_id, args.n_envs, args.n_workers, args.env_kwargs)
+    envs = RecordEpisodeStatistics(envs)
     shape = (args.t_max, args.n_envs)
-    rewards, dones = np.zeros(shape, np.float32), np.zeros(shape, np.bool_)
+    rewards = np.zeros(shape, np.float32)
+    dones = np.zeros(shape, np.bool_)
     final_values = torch.zeros(shape, device=device)
-    with Run(SCRIPT, args, parts, make_policy, checkpoint) as run, contextlib.closing(envs):
-        step = run.step
+    step = run.step
+    with contextlib.closing(envs):
         obs = to_device(envs.reset(seed=env_seed(args.seed, step))[0], device)
         while step < args.total_steps and not run.stopped:  # l. 3, 20
             observations, outputs, values, actions = [], [], [], []
             final_values.zero_()
             for t in range(args.t_max):  # l. 4
-                # θ does not change within a rollout: this forward pass is kept and serves the backward pass as well
+                # θ does not change within a rollout: this forward pass serves the backward pass too
                 output, value = model(obs)  # l. 6
                 with torch.no_grad():
                     action = model.sample(output)  # l. 5
@@ -308,8 +332,9 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                 outputs.append(output)
                 values.append(value)
                 actions.append(action)
-                # l. 7-10
-                next_obs, reward, terminated, truncated, info = envs.step(to_env(action, envs.single_action_space))
+                next_obs, reward, terminated, truncated, info = envs.step(
+                    action.cpu().numpy()
+                )  # l. 7-10
                 obs = to_device(next_obs, device)
                 rewards[t] = learned_rewards(reward, args)
                 dones[t] = terminated | truncated
@@ -318,32 +343,43 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                     with torch.no_grad():
                         final_obs = to_device(np.stack(info["final_obs"][timed_out]), device)
                         final_values[t, to_device(timed_out, device)] = model(final_obs)[1]
-                if "episode" in info:
-                    ended = info["_episode"]
-                    run.count_episodes(info["episode"]["r"][ended], info["episode"]["l"][ended])
+                for i in np.flatnonzero(dones[t]):
+                    run.log_episode(info["episode"]["r"][i], info["episode"]["l"][i])
             with torch.no_grad():
                 bootstrap = model(obs)[1]  # l. 12
-            returns = n_step_returns(
-                to_device(rewards, device), to_device(dones, device), final_values, bootstrap, args.gamma
+            r, ends = to_device(rewards, device), to_device(dones, device)
+            returns = n_step_returns(r, ends, final_values, bootstrap, args.gamma)  # l. 13-15
+            log_probs, entropies = model.log_prob_and_entropy(
+                torch.stack(outputs), torch.stack(actions)
             )
-            log_probs, entropies = model.log_prob_and_entropy(torch.stack(outputs), torch.stack(actions))
             loss, policy_loss, value_loss = paac_loss(
-                log_probs, entropies, torch.stack(values), returns, args.entropy_coef, args.value_coef
+                log_probs,
+                entropies,
+                torch.stack(values),
+                returns,
+                args.entropy_coef,
+                args.value_coef,
             )
             optimizer.zero_grad()
             loss.backward()  # l. 16, 17
-            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-            if not torch.isfinite(grad_norm):
-                raise FloatingPointError(f"the loss is {loss.item()}, the norm of its gradient {grad_norm.item()}")
-            step += args.n_envs * args.t_max  # l. 19, before l. 18: the code's α counts the steps of this rollout
-            optimizer.param_groups[0]["lr"] = linear_decay(args.learning_rate, step, args.total_steps)
+            grad_norm = nn.utils.clip_grad_norm_(
+                model.parameters(), args.max_grad_norm, error_if_nonfinite=True
+            )
+            # l. 19, before l. 18: the α of the released code counts the steps of this rollout
+            step += args.n_envs * args.t_max
+            lr = linear_decay(args.learning_rate, step, args.total_steps)
+            optimizer.param_groups[0]["lr"] = lr
             optimizer.step()  # l. 18
             if isinstance(model.trunk, RunningNorm):
                 model.trunk.update(torch.stack(observations))
-            scalars = {"losses/policy_loss": policy_loss, "losses/value_loss": value_loss, "losses/entropy": entropies}
-            scalars |= {"losses/grad_norm": grad_norm, "charts/learning_rate": optimizer.param_groups[0]["lr"]}
-            run.count_update(step, scalars)
-    return run.exit_status
+            run.log_update(
+                step,
+                policy_loss=policy_loss,
+                value_loss=value_loss,
+                entropy=entropies,
+                grad_norm=grad_norm,
+                learning_rate=lr,
+            )
 
 
 def learned_rewards(rewards: np.ndarray, args: Args) -> np.ndarray:
@@ -354,55 +390,48 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device)
 
 
-def make_model(args: Args) -> ActorCritic:
-    """The network of a run, with fresh parameters."""
-    env = check_env(args)
-    return ActorCritic(env.observation_space, env.action_space, args.arch, args.bfloat16).to(pick_device(args.device))
+# --- main
 
 
-def make_policy(model: ActorCritic, args: Args) -> Policy:
-    """How evaluation plays: actions sampled from π, as in training."""
-
-    @torch.no_grad()
-    def policy(obs: np.ndarray) -> np.ndarray:
-        outputs, _ = model(to_device(obs, next(model.parameters()).device))
-        return to_env(model.sample(outputs), model.action_space)
-
-    return policy
-
-
-# ------------------------------------------------------------------------------------------------------- main
-
-
-def pick_preset(args: Args, env: gym.Env) -> str:
-    if isinstance(env.action_space, spaces.Box):
+def pick_preset(args: Args, observations: gym.Space, actions: gym.Space) -> str:
+    if isinstance(actions, spaces.Box):
         return "continuous"
-    return "paper" if len(env.observation_space.shape) == 3 else "vector"
-
-
-def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
-    """The arguments, complete and checked, and the checkpoint that --resume or --evaluate names.
-
-    Raises: UsageError: an argument that cannot work; nothing has been started or written by then.
-    """
-    # n_e stays what it is in a run, whose α was made of it
-    args, checkpoint, env = read_args(SCRIPT, argv, Args(), __doc__, PRESETS, pick_preset, fixed=("n_envs",))
-    args.arch = pick_arch(args, env.observation_space, "nips")
-    if args.learning_rate is None:
-        args.learning_rate = 0.0007 * args.n_envs
-    if args.n_workers is None:
-        args.n_workers = min(8, n_cores(), args.n_envs)
-    if not args.evaluate:
-        check_rollout(args, args.t_max, env.observation_space, KEPT_BYTES[args.arch])
-    check_range(args, "n_workers", 0, args.n_envs)
-    if checkpoint is None:
-        make_run_dir(SCRIPT, args)
-    return args, checkpoint
+    return "paper" if len(observations.shape) == 3 else "vector"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
-    return run_script(SCRIPT, argv, parse, train, make_model, make_policy)
+    """Train and evaluate, or evaluate alone. Returns the exit status."""
+    args, observations, actions = parse_args("paac", argv, Args(), __doc__, PRESETS, pick_preset)
+    if args.arch == "auto":
+        args.arch = "nips" if len(observations.shape) == 3 else "mlp"
+    if args.n_workers is None:
+        args.n_workers = min(8, n_cores(), args.n_envs)
+    if args.learning_rate is None:
+        args.learning_rate = 0.0007 * args.n_envs
+    if args.arch == "mlp":
+        torch.set_num_threads(1)  # two threads are twice as slow for so small a network
+
+    torch.manual_seed(args.seed)
+    device = pick_device(args.device)
+    model = ActorCritic(observations, actions, args.arch, args.bfloat16).to(device)
+    optimizer = RMSProp(
+        model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, initial_square=1.0
+    )
+
+    if args.evaluate:
+        load_checkpoint("paac", args.evaluate, model=model)
+    else:
+        with Run("paac", args, model=model, optimizer=optimizer) as run:
+            train(args, run, model, optimizer, device)
+        if not run.complete:
+            return 128 + run.signal
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> np.ndarray:  # samples its actions, as in training
+        return model.sample(model(to_device(obs, device))[0]).cpu().numpy()
+
+    evaluate(args, policy)
+    return 0
 
 
 if __name__ == "__main__":

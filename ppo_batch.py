@@ -1,11 +1,14 @@
-"""Batch PPO: proximal policy optimisation over N environments (Schulman et al. 2017; ChainerRL's batch PPO, 2018).
+"""Batch PPO: proximal policy optimisation over N environments, as ChainerRL's batch PPO (2018).
 
-N environments step together and never wait for each other's episodes: one that ends starts the next at once. After T
-steps of all of them, K epochs over the N·T transitions, in minibatches of M:
+N environments step together and never wait for each other's episodes: one that ends starts the next
+at once. After T steps of all of them come K epochs over the N·T transitions, in minibatches of M
+(Schulman et al. 2017):
 
-    δ_t = r_t + γ V(s_{t+1}) - V(s_t)    (V = 0 after a termination),    A_t = δ_t + γλ A_{t+1}    (A = 0 after any end)
-    R = A + V(s; θ_old),    ρ = π(a|s; θ) / π(a|s; θ_old),    Â = (A - mean A) / std A over all N·T
-    L = -mean min(ρ Â, clip(ρ, 1 ± ε) Â) + mean (R - V(s; θ))² - β mean H(π(s; θ)),    θ by Adam
+    δ_t = r_t + γ V(s_{t+1}) - V(s_t),    V = 0 after a termination                       (eq. 12)
+    A_t = δ_t + γλ A_{t+1},    A = 0 after any end;    R = A + V(s; θ_old)                (eq. 11)
+    ρ = π(a|s; θ) / π(a|s; θ_old),    Â = (A - mean A) / std A over all N·T
+    L = -mean min(ρ Â, clip(ρ, 1 ± ε) Â)                                                   (eq. 7)
+        + mean (R - V(s; θ))² - β mean H(π(s; θ)),    θ by Adam                            (eq. 9)
 
     python ppo_batch.py                                             # Pong from pixels
     python ppo_batch.py --env-id CartPole-v1 --total-steps 200_000  # a minute
@@ -13,37 +16,39 @@ steps of all of them, K epochs over the N·T transitions, in minibatches of M:
     python ppo_batch.py --resume runs/...                           # go on after an interruption
     python ppo_batch.py --evaluate runs/... --record                # 30 episodes and a GIF
 
-It follows the code of ChainerRL and of PFRL, its successor in PyTorch:
-- a termination cuts the return, where the blog of 2018 keeps the value of the last step;
-- V and log π of θ_old are those of acting; PFRL computes them again before the epochs, with the same θ;
-- the whole batch's advantages are standardised once; the value loss is a plain mean square with weight 1;
-- a minibatch may hold the end of one epoch and the start of the next, where M does not divide N·T;
-- on vectors, the statistics that normalise observations change after the rollout and before its epochs, so that
-  even the first ρ is not exactly 1;
-- the presets are PFRL's, but for 8 environments on vectors where its example has 1, and α falling to zero there as in
-  ChainerRL's batch example, where PFRL's is constant (`--no-anneal-lr`). The constants of ChainerRL's are `--gamma 0.99
-  --gae-lambda 0.95 --no-standardize-advantages --reward-scale 0.01 --n-envs 1 --total-steps 1_000_000
-  --no-bootstrap-limits` on top of `vector` (its initial weights are LeCun's), those of Table 5 of Schulman et al.
-  `--update-epochs 3 --anneal-clip` on top of `atari`.
+This is the PPO of ChainerRL's code and of PFRL, its successor in PyTorch:
+- A termination cuts the return; the blog of 2018 keeps the value of the last step.
+- V and log π of θ_old are those of acting; PFRL computes them again, from the same θ.
+- Advantages are standardised once, over the whole batch; the value loss is a mean square, weight 1.
+- Where M does not divide N·T, a minibatch holds the end of one epoch and the start of the next.
+- On vectors, the statistics that normalise observations change between the rollout and its epochs,
+  so even the first ρ is not exactly 1.
+- The presets are PFRL's with two changes on vectors: 8 environments, where its example has 1, and α
+  falls to zero, as in ChainerRL's batch example, where PFRL's is constant (`--no-anneal-lr`).
+- ChainerRL's constants, but for its LeCun weights, are `--preset vector --gamma 0.99 --gae-lambda
+  0.95 --no-standardize-advantages --reward-scale 0.01 --n-envs 1 --total-steps 1e6
+  --no-bootstrap-limits`. Those of Table 5 of Schulman et al. are `--update-epochs 3 --anneal-clip`.
 
-Departures from it: a time limit does not cut the return, it bootstraps from V of the final observation (its MuJoCo
-example cuts there: `--no-bootstrap-limits`); α and ε are those of the rollout's first step, as in the code of Schulman
-et al., where PFRL's are those of its last, so that the update that ends a run does next to nothing; losing a life does
-not end an episode; 0 to 30 no-ops, not 1 to 30; the first stack of a game has three black frames; a Gaussian's [-1, 1]
-is stretched to the bounds of the actions and clipped there; no recurrent networks. PFRL's examples have Discrete
-actions for images and a Gaussian for vectors; the other two pairs, made of the same parts, are ours. On CUDA
-PyTorch computes convolutions in TF32 unless told otherwise.
+Departures:
+- A time limit does not cut the return: it bootstraps from V of the final observation. PFRL's MuJoCo
+  example cuts it (`--no-bootstrap-limits`).
+- α and ε are those of the rollout's first step, as in the code of Schulman et al.; PFRL's are those
+  of its last, so that the update that ends a run does next to nothing.
+- Atari as in common/atari.py: losing a life does not end an episode, 0 to 30 no-ops, three black
+  frames in the first stack.
+- A Gaussian's [-1, 1] is stretched to the bounds of the actions and clipped there.
+- No recurrent networks. Gaussians for images and Discrete actions for vectors are ours.
+- PyTorch computes convolutions on CUDA in TF32.
 """
 
 from __future__ import annotations
 
 import os
 
-if __name__ == "__main__":  # OpenMP's threads would go on spinning between forward passes, on the environments' cores
+if __name__ == "__main__":  # idle OpenMP threads must sleep, not spin: environments need the cores
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import contextlib
-import json
 import math
 import sys
 from dataclasses import dataclass
@@ -56,19 +61,16 @@ from gymnasium import spaces
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
 
-from common.evaluation import Policy, to_env
-from common.flags import RunArgs, atari_or_vector, check_env, check_range, check_rollout, pick_arch, pick_device
+from common.evaluate import evaluate
 from common.processes import n_cores
-from common.run import Run, make_run_dir, read_args, run_script
+from common.run import Run, RunArgs, load_checkpoint, parse_args, pick_device
 from common.vec_env import env_seed, make_vec_env
 
-SCRIPT = "ppo_batch"
-
-# Which constants hold for which kind of task: what differs from Args, which has the Atari ones, PFRL's train_ppo_ale.
+# What differs from Args, which has the constants of PFRL's Atari example, train_ppo_ale.
 PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
-    # Vectors: PFRL's reproduction of PPO on MuJoCo, but for n_envs, where it has 1, and anneal_lr, where it has False:
-    # σ shrinks as training goes on, and steps of a constant α then ruin the policy now and then (results/README.md).
+    # PFRL's reproduction of PPO on MuJoCo, but for n_envs, where it has 1, and anneal_lr, where it
+    # has False: σ shrinks as training goes on, and steps of a constant α may then ruin the policy.
     "vector": {
         "total_steps": 2_000_000,
         "update_interval": 2048,
@@ -90,7 +92,7 @@ class Args(RunArgs):
     preset: Literal["auto", "atari", "vector"] = "auto"
     """constants of the algorithm, see PRESETS; auto: atari for images, else vector"""
     total_steps: int = 10_000_000
-    """agent steps of all environments together; 1 step = 1 action = 4 frames on Atari"""
+    """agent steps of all environments; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
     """of environments, initial parameters, actions and minibatches"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -99,17 +101,17 @@ class Args(RunArgs):
     n_envs: int = 8
     """N: environments"""
     n_workers: int | None = None
-    """threads (Atari; at least 1) or processes (else; 0: none) that step them; None: 8, or fewer cores or N"""
+    """threads (Atari) or processes (else; 0: none) that step them; None: 8, or fewer cores"""
     arch: Literal["auto", "nature", "mlp"] = "auto"
     """network; auto: nature for images, mlp for vectors"""
     bfloat16: bool = False
-    """images: run all but the last layer in bfloat16, faster where the processor has it; parameters stay float32"""
+    """images: run all but the heads in bfloat16, faster where the processor has it"""
     update_interval: int = 1024
     """N·T: transitions of an update; ignored with --t-max"""
     t_max: int | None = None
-    """T: steps of each environment between two updates; None: update_interval / n_envs, rounded up"""
+    """T: steps of each environment between updates; None: update_interval / n_envs, rounded up"""
     minibatch_size: int = 256
-    """M: transitions of a gradient step, at most N·T"""
+    """M: transitions of a gradient step"""
     update_epochs: int = 4
     """K: passes over the N·T transitions"""
     learning_rate: float = 2.5e-4
@@ -131,7 +133,7 @@ class Args(RunArgs):
     value_coef: float = 1.0
     """weight of the squared value error"""
     max_grad_norm: float | None = 0.5
-    """threshold of the global gradient norm; None: no clipping; 0 leaves no gradient"""
+    """threshold of the global gradient norm; None: no clipping"""
     adam_eps: float = 1e-5
     """Adam's ε"""
     bootstrap_limits: bool = True
@@ -142,7 +144,7 @@ class Args(RunArgs):
     """learn from rewards times this, where they are not clipped"""
 
 
-# ---------------------------------------------------------------------------------------------------- network
+# --- network
 
 
 def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[nn.Module]:
@@ -150,13 +152,15 @@ def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[
 
 
 def mlp(n_inputs: int, n_outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(n_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, n_outputs))
+    hidden = [nn.Linear(n_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()]
+    return nn.Sequential(*hidden, nn.Linear(64, n_outputs))
 
 
 class RunningNorm(nn.Module):
-    """(x - mean) / √(var + eps) over all vectors acted on, clipped to ±clip: for vectors what /255 is for images.
+    """(x - mean) / √(var + eps), clipped to ±clip.
 
-    The statistics change only in `update` and belong to the state that checkpoints save.
+    Normalises vectors by a running mean and variance, as /255 does images. Both change only in
+    `update`, and checkpoints save them.
     """
 
     def __init__(self, size: int, eps: float, clip: float) -> None:
@@ -170,7 +174,8 @@ class RunningNorm(nn.Module):
         """Merge the vectors x, (..., size), into the mean and the (population) variance."""
         x = x.flatten(0, -2)
         total = self.count + len(x)
-        weight, delta = (len(x) / total).float(), x.mean(0) - self.mean
+        weight = (len(x) / total).float()
+        delta = x.mean(0) - self.mean
         self.var += weight * (x.var(0, unbiased=False) - self.var + (1 - weight) * delta**2)
         self.mean += weight * delta
         self.count.copy_(total)
@@ -180,17 +185,22 @@ class RunningNorm(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """π(a|s; θ) and V(s; θ). Images: one trunk, two linear heads. Vectors: normalised, then two MLPs.
+    """π(a|s; θ) and V(s; θ). Images: one trunk, two linear heads. Vectors: two MLPs.
 
-    Initial weights are PFRL's: for images normal with standard deviation 1/√fan_in, for vectors orthogonal; biases 0.
-    The weights of the policy's last layer are a hundredth of that: π starts near uniform, a Gaussian near N(0, 1).
+    Initial weights are PFRL's: for images normal with standard deviation 1/√fan_in, for vectors
+    orthogonal; biases 0. The policy's last layer has a hundredth of that, so that π starts near
+    uniform, a Gaussian near N(0, 1).
     """
 
     def __init__(
-        self, observation_space: spaces.Box, action_space: gym.Space, arch: str, bfloat16: bool = False
+        self,
+        observation_space: spaces.Box,
+        action_space: gym.Space,
+        arch: str,
+        bfloat16: bool = False,
     ) -> None:
         super().__init__()
-        self.action_space, self.discrete = action_space, isinstance(action_space, spaces.Discrete)
+        self.discrete = isinstance(action_space, spaces.Discrete)
         self.bfloat16 = bfloat16
         n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape)
         if arch == "mlp":
@@ -200,7 +210,7 @@ class ActorCritic(nn.Module):
         else:  # (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7 → 512
             layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1)]
             layers += [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(inplace=True)]
-            self.trunk = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster on CPU
+            self.trunk = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster
             self.policy, self.value = nn.Linear(512, n_outputs), nn.Linear(512, 1)
         for layer in self.modules():
             if isinstance(layer, nn.Linear | nn.Conv2d):
@@ -212,10 +222,13 @@ class ActorCritic(nn.Module):
         with torch.no_grad():
             (self.policy[-1] if arch == "mlp" else self.policy).weight *= 0.01
         if not self.discrete:
-            self.log_std = nn.Parameter(torch.zeros(n_outputs))  # PFRL's variance is exp(2p), p = log_std
+            self.log_std = nn.Parameter(torch.zeros(n_outputs))  # log of PFRL's σ
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """(n, 4, 84, 84) uint8 or (n, d) float → logits (n, n_actions) or means (n, action_dim), values (n,)."""
+        """Observations (n, 4, 84, 84) uint8 or (n, d) float → outputs of π and values (n,).
+
+        Outputs of π: logits (n, n_actions), or means (n, action_dim).
+        """
         if obs.dtype == torch.uint8:
             obs = obs.contiguous(memory_format=torch.channels_last).float().div_(255)
             with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bfloat16):
@@ -226,26 +239,24 @@ class ActorCritic(nn.Module):
         return self.policy(hidden), self.value(hidden).squeeze(-1)
 
     def sample(self, outputs: Tensor) -> Tensor:
-        """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim) → (n, action_dim).
-
-        Raises: FloatingPointError: the outputs, or the actions that they give, are not finite.
-        """
-        numbers = outputs if self.discrete else outputs + self.log_std.exp() * torch.randn_like(outputs)
-        if not numbers.isfinite().all():
-            raise FloatingPointError("the outputs of the network are not finite")
-        return torch.multinomial(numbers.softmax(-1), 1).squeeze(-1) if self.discrete else numbers
+        """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim) → (n, action_dim)."""
+        if self.discrete:
+            return torch.multinomial(outputs.softmax(-1), 1).squeeze(-1)
+        return outputs + self.log_std.exp() * torch.randn_like(outputs)
 
     def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """log π(a|s) and H(π(s)), (...,) each; a Gaussian's entropy is a scalar, the same in every state."""
+        """log π(a|s), (...,), and H(π(s)), (...,), or one number for a Gaussian."""
         if self.discrete:
             log_probs = outputs.log_softmax(-1)
-            return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
-        distances = ((actions - outputs) * (-self.log_std).exp()).square().sum(-1)  # in standard deviations
+            entropies = -(log_probs.exp() * log_probs).sum(-1)
+            return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1), entropies
+        distances = ((actions - outputs) * (-self.log_std).exp()).square().sum(-1)
         entropy = (self.log_std + (1 + math.log(2 * math.pi)) / 2).sum()
-        return (outputs.shape[-1] - distances) / 2 - entropy, entropy  # H = E[-log π], and E[distances] = action_dim
+        # H = E[-log π], and E[distances] = action_dim
+        return (outputs.shape[-1] - distances) / 2 - entropy, entropy
 
 
-# ------------------------------------------------------------------------------------------------ mathematics
+# --- mathematics
 
 
 def gae(
@@ -257,17 +268,25 @@ def gae(
     gamma: float,
     gae_lambda: float,
 ) -> Tensor:
-    """δ_t = r_t + γ V(s_{t+1}) - V(s_t), A_t = δ_t + γλ A_{t+1} (Schulman et al. 2017, eq. 11, 12).
+    """δ_t = r_t + γ V(s_{t+1}) - V(s_t), A_t = δ_t + γλ A_{t+1} (Schulman et al., eq. 11, 12).
 
-    Args: time first, (t_max, n_envs) each: rewards; dones, bool, where an episode ended by termination or
-    truncation; values, V(s_t); final_values, V(final observation) where it was truncated and 0 where it was
-    terminated. bootstrap (n_envs,): V of the observation after the last step. Returns A, (t_max, n_envs).
+    Args: time first, (t_max, n_envs) each:
+        rewards.
+        dones: bool, where an episode ended by termination or truncation.
+        values: V(s_t).
+        final_values: V(final observation) where it was truncated, 0 where it was terminated.
+        bootstrap: (n_envs,), V of the observation after the last step.
+    Returns: A, (t_max, n_envs).
     """
-    advantages, advantage, next_value = torch.empty_like(rewards), torch.zeros_like(bootstrap), bootstrap
+    advantages = torch.empty_like(rewards)
+    advantage = torch.zeros_like(bootstrap)
+    next_value = bootstrap
     for t in reversed(range(len(rewards))):
-        delta = rewards[t] + gamma * torch.where(dones[t], final_values[t], next_value) - values[t]
+        next_value = torch.where(dones[t], final_values[t], next_value)
+        delta = rewards[t] + gamma * next_value - values[t]
         advantage = delta + gamma * gae_lambda * torch.where(dones[t], 0.0, advantage)
-        advantages[t], next_value = advantage, values[t]
+        advantages[t] = advantage
+        next_value = values[t]
     return advantages
 
 
@@ -280,10 +299,10 @@ def ppo_loss(
     entropy_coef: float,
     value_coef: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Eq. (7) and (9) of Schulman et al. 2017 as a loss, means over a minibatch; all (n,), log ρ first.
+    """Eq. (7) and (9) of Schulman et al. 2017 as a loss, means over a minibatch.
 
-    Entropies may be one number instead, a Gaussian's.
-    Returns the total, its policy part (entropy included) and its value part.
+    Args: (n,) each, log ρ first; entropies may be one number instead, a Gaussian's.
+    Returns: the total, its policy part (entropy included) and its value part.
     """
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - clip_coef, 1 + clip_coef)
@@ -293,19 +312,15 @@ def ppo_loss(
     return policy_loss + value_loss, policy_loss, value_loss
 
 
-def rollout_length(args: Args) -> int:
-    """T, from --t-max or --update-interval."""
-    return args.t_max or math.ceil(args.update_interval / args.n_envs)
-
-
 def minibatches(n: int, size: int, epochs: int, device: torch.device) -> Tensor:
-    """Indices of `epochs` passes over n samples, each in its own random order, cut into rows of `size`.
+    """Indices of `epochs` passes over n samples, each in its own random order, in rows of `size`.
 
-    Returns: (⌈n epochs / size⌉, size). What the last row lacks comes from the start of one more pass.
+    Returns: (⌈n epochs / size⌉, size). What the last row lacks comes from one more pass.
     """
     rows = math.ceil(n * epochs / size)
     passes = math.ceil(rows * size / n)
-    return torch.cat([torch.randperm(n, device=device) for _ in range(passes)])[: rows * size].view(rows, size)
+    orders = torch.cat([torch.randperm(n, device=device) for _ in range(passes)])
+    return orders[: rows * size].view(rows, size)
 
 
 def linear_decay(initial: float, step: int, total_steps: int) -> float:
@@ -313,66 +328,71 @@ def linear_decay(initial: float, step: int, total_steps: int) -> float:
     return initial * max(0.0, 1 - step / total_steps)
 
 
-# --------------------------------------------------------------------------------------------------- training
+# --- training
 
 
 def update(
-    model: ActorCritic, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...], clip_coef: float, args: Args
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Optimise L with K epochs over the batch: observations, actions, log π(a|s; θ_old), Â and R, (N·T, ...) each.
+    model: ActorCritic,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Tensor, ...],
+    clip_coef: float,
+    args: Args,
+) -> dict[str, Tensor]:
+    """Optimise L with K epochs over the batch, and return what the last minibatch has to log.
 
-    Returns the sum of all losses, that of the norms of their gradients, and the scalars to log, from the last
-    minibatch. Nothing here makes the host wait for the device.
+    Args: batch: observations, actions, log π(a|s; θ_old), Â and R, (N·T, ...) each.
     """
-    parameters = list(model.parameters())
-    total_loss, total_norm = torch.zeros(2, device=batch[0].device)
     max_grad_norm = math.inf if args.max_grad_norm is None else args.max_grad_norm
-    for indices in minibatches(len(batch[0]), args.minibatch_size, args.update_epochs, batch[0].device):
+    parameters = list(model.parameters())
+    n, device = len(batch[0]), batch[0].device
+    for indices in minibatches(n, args.minibatch_size, args.update_epochs, device):
         obs, actions, old_log_probs, advantages, returns = (x[indices] for x in batch)
         outputs, values = model(obs)
         log_probs, entropies = model.log_prob_and_entropy(outputs, actions)
         log_ratios = log_probs - old_log_probs
         loss, policy_loss, value_loss = ppo_loss(
-            log_ratios, advantages, returns - values, entropies, clip_coef, args.entropy_coef, args.value_coef
+            log_ratios,
+            advantages,
+            returns - values,
+            entropies,
+            clip_coef,
+            args.entropy_coef,
+            args.value_coef,
         )
         optimizer.zero_grad()
         loss.backward()
-        grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+        grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm, error_if_nonfinite=True)
         optimizer.step()
-        total_loss += loss.detach()
-        total_norm += grad_norm
     changes = log_ratios.detach().expm1()  # ρ - 1
-    scalars = {
-        "losses/policy_loss": policy_loss,
-        "losses/value_loss": value_loss,
-        "losses/entropy": entropies,
-        "losses/grad_norm": grad_norm,
-        "losses/approx_kl": changes - log_ratios.detach(),
-        "losses/clip_fraction": (changes.abs() > clip_coef).float(),
+    return {
+        "policy_loss": policy_loss,
+        "value_loss": value_loss,
+        "entropy": entropies,
+        "grad_norm": grad_norm,
+        "approx_kl": changes - log_ratios,
+        "clip_fraction": (changes.abs() > clip_coef).float(),
     }
-    return total_loss, total_norm, scalars
 
 
-def train(args: Args, checkpoint: dict | None = None) -> int:
-    """Batch PPO, from the start or from a checkpoint. Returns the exit status.
-
-    Raises: WorkerError: an environment failed. FloatingPointError: a loss or the network is not finite.
-    """
-    device = pick_device(args.device)
-    torch.manual_seed(args.seed)
-    if args.arch == "mlp":
-        torch.set_num_threads(1)  # so small a network takes twice the time with two
-    model = make_model(args)
-    envs = RecordEpisodeStatistics(make_vec_env(args.env_id, args.n_envs, args.n_workers, json.loads(args.env_kwargs)))
-    optimizer = torch.optim.Adam(model.parameters(), args.learning_rate, eps=args.adam_eps, fused=True)
-    parts = {"model": model, "optimizer": optimizer}
-    t_max = rollout_length(args)
+def train(
+    args: Args,
+    run: Run,
+    model: ActorCritic,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+) -> None:
+    """Algorithm 1 of Schulman et al. 2017, from `run.step` on."""
+    torch.manual_seed(env_seed(args.seed, run.step))
+    envs = make_vec_env(args.env_id, args.n_envs, args.n_workers, args.env_kwargs)
+    envs = RecordEpisodeStatistics(envs)
+    t_max = args.t_max or math.ceil(args.update_interval / args.n_envs)
     shape = (t_max, args.n_envs)
-    rewards, dones = np.zeros(shape, np.float32), np.zeros(shape, np.bool_)
+    rewards = np.zeros(shape, np.float32)
+    dones = np.zeros(shape, np.bool_)
     final_values = torch.zeros(shape, device=device)
-    observations = empty_observations(envs.single_observation_space, t_max, args.n_envs, device)
-    with Run(SCRIPT, args, parts, make_policy, checkpoint, log_interval=1) as run, contextlib.closing(envs):
-        step = run.step
+    observations = empty_observations(envs.single_observation_space, shape, device)
+    step = run.step
+    with contextlib.closing(envs):
         obs = to_device(envs.reset(seed=env_seed(args.seed, step))[0], device)
         while step < args.total_steps and not run.stopped:  # iterations
             outputs, values, actions = [], [], []
@@ -385,52 +405,54 @@ def train(args: Args, checkpoint: dict | None = None) -> int:
                 outputs.append(output)
                 values.append(value)
                 actions.append(action)
-                next_obs, reward, terminated, truncated, info = envs.step(to_env(action, envs.single_action_space))
-                obs = to_device(next_obs, device)  # where an episode ended: the first of the next one
+                next_obs, reward, terminated, truncated, info = envs.step(action.cpu().numpy())
+                obs = to_device(next_obs, device)  # after an episode's end the first of the next
                 rewards[t] = learned_rewards(reward, args)
                 dones[t] = terminated | truncated
                 timed_out = truncated & ~terminated
-                if args.bootstrap_limits and timed_out.any():  # a time limit ends the episode but not the return
+                if args.bootstrap_limits and timed_out.any():
                     with torch.no_grad():
                         final_obs = to_device(np.stack(info["final_obs"][timed_out]), device)
                         final_values[t, to_device(timed_out, device)] = model(final_obs)[1]
-                if "episode" in info:
-                    ended = info["_episode"]
-                    run.count_episodes(info["episode"]["r"][ended], info["episode"]["l"][ended])
+                for i in np.flatnonzero(dones[t]):
+                    run.log_episode(info["episode"]["r"][i], info["episode"]["l"][i])
             with torch.no_grad():
-                bootstrap = model(obs)[1]  # unfinished episodes are cut here and go on in the next batch
+                bootstrap = model(obs)[1]  # unfinished episodes go on in the next batch
                 actions, values = torch.stack(actions), torch.stack(values)
-                log_probs = model.log_prob_and_entropy(torch.stack(outputs), actions)[0]
+                log_probs, _ = model.log_prob_and_entropy(torch.stack(outputs), actions)
             r, ends = to_device(rewards, device), to_device(dones, device)
-            advantages = gae(r, ends, values, final_values, bootstrap, args.gamma, args.gae_lambda)  # A_1 to A_T
+            advantages = gae(  # A_1 to A_T
+                r, ends, values, final_values, bootstrap, args.gamma, args.gae_lambda
+            )
             returns = advantages + values
             if args.standardize_advantages:
-                advantages = (advantages - advantages.mean()) / (advantages.std(unbiased=False) + 1e-8)
+                std = advantages.std(unbiased=False)
+                advantages = (advantages - advantages.mean()) / (std + 1e-8)
             if isinstance(model.trunk, RunningNorm):
                 model.trunk.update(observations)
-            lr = linear_decay(args.learning_rate, step, args.total_steps) if args.anneal_lr else args.learning_rate
-            clip_coef = linear_decay(args.clip_coef, step, args.total_steps) if args.anneal_clip else args.clip_coef
+            lr, clip_coef = args.learning_rate, args.clip_coef
+            if args.anneal_lr:
+                lr = linear_decay(lr, step, args.total_steps)
+            if args.anneal_clip:
+                clip_coef = linear_decay(clip_coef, step, args.total_steps)
             optimizer.param_groups[0]["lr"] = lr
             step += args.n_envs * t_max
-            batch = tuple(x.flatten(0, 1) for x in (observations, actions, log_probs, advantages, returns))
-            total_loss, total_norm, scalars = update(model, optimizer, batch, clip_coef, args)  # K epochs
-            with torch.no_grad():
-                checked = [x.isfinite().all() for x in (total_loss, total_norm, *model.parameters(), *model(obs))]
-            if not torch.stack(checked).all():  # not after each minibatch: looking makes a GPU wait
-                raise FloatingPointError(
-                    f"the losses add up to {total_loss.item()}, the norms of their gradients to "
-                    f"{total_norm.item()}; where both are finite, the network is not"
-                )
-            run.count_update(step, scalars | {"charts/learning_rate": lr})
-    return run.exit_status
+            data = observations, actions, log_probs, advantages, returns
+            batch = tuple(x.flatten(0, 1) for x in data)
+            losses = update(model, optimizer, batch, clip_coef, args)  # K epochs
+            run.log_update(step, **losses, learning_rate=lr)
 
 
-def empty_observations(space: spaces.Box, t_max: int, n_envs: int, device: torch.device) -> Tensor:
-    """Room for a rollout, (t_max, n_envs, ...); images lie in memory as the convolutions want them."""
-    layout = torch.channels_last if len(space.shape) == 3 else torch.contiguous_format
-    dtype = torch.uint8 if len(space.shape) == 3 else torch.float32
-    empty = torch.empty((t_max * n_envs, *space.shape), dtype=dtype, device=device, memory_format=layout)
-    return empty.unflatten(0, (t_max, n_envs))
+def empty_observations(space: spaces.Box, shape: tuple[int, int], device: torch.device) -> Tensor:
+    """Room for a rollout, (t_max, n_envs, ...); images lie as the convolutions want them."""
+    image = len(space.shape) == 3
+    empty = torch.empty(
+        (math.prod(shape), *space.shape),
+        dtype=torch.uint8 if image else torch.float32,
+        device=device,
+        memory_format=torch.channels_last if image else torch.contiguous_format,
+    )
+    return empty.unflatten(0, shape)
 
 
 def learned_rewards(rewards: np.ndarray, args: Args) -> np.ndarray:
@@ -441,47 +463,46 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device)
 
 
-def make_model(args: Args) -> ActorCritic:
-    """The network of a run, with fresh parameters."""
-    env = check_env(args)
-    return ActorCritic(env.observation_space, env.action_space, args.arch, args.bfloat16).to(pick_device(args.device))
+# --- main
 
 
-def make_policy(model: ActorCritic, args: Args) -> Policy:
-    """How evaluation plays: actions sampled from π, as in training."""
-
-    @torch.no_grad()
-    def policy(obs: np.ndarray) -> np.ndarray:
-        outputs, _ = model(to_device(obs, next(model.parameters()).device))
-        return to_env(model.sample(outputs), model.action_space)
-
-    return policy
-
-
-# ------------------------------------------------------------------------------------------------------- main
-
-
-def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
-    """The arguments, complete and checked, and the checkpoint that --resume or --evaluate names.
-
-    Raises: UsageError: an argument that cannot work; nothing has been started or written by then.
-    """
-    args, checkpoint, env = read_args(SCRIPT, argv, Args(), __doc__, PRESETS, atari_or_vector)
-    args.arch = pick_arch(args, env.observation_space, "nature")
-    if args.n_workers is None:
-        args.n_workers = min(8, n_cores(), args.n_envs)
-    if not args.evaluate:  # with 8 bytes for each index of all epochs
-        check_rollout(args, rollout_length(args), env.observation_space, 8 * args.update_epochs)
-    check_range(args, "minibatch_size", 1, args.n_envs * rollout_length(args))
-    check_range(args, "n_workers", 0, args.n_envs)
-    if checkpoint is None:
-        make_run_dir(SCRIPT, args)
-    return args, checkpoint
+def pick_preset(args: Args, observations: gym.Space, actions: gym.Space) -> str:
+    return "atari" if len(observations.shape) == 3 else "vector"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
-    return run_script(SCRIPT, argv, parse, train, make_model, make_policy)
+    """Train and evaluate, or evaluate alone. Returns the exit status."""
+    args, observations, actions = parse_args(
+        "ppo_batch", argv, Args(), __doc__, PRESETS, pick_preset
+    )
+    if args.arch == "auto":
+        args.arch = "nature" if len(observations.shape) == 3 else "mlp"
+    if args.n_workers is None:
+        args.n_workers = min(8, n_cores(), args.n_envs)
+    if args.arch == "mlp":
+        torch.set_num_threads(1)  # two threads are twice as slow for so small a network
+
+    torch.manual_seed(args.seed)
+    device = pick_device(args.device)
+    model = ActorCritic(observations, actions, args.arch, args.bfloat16).to(device)
+    optimizer = torch.optim.Adam(
+        model.parameters(), args.learning_rate, eps=args.adam_eps, fused=True
+    )
+
+    if args.evaluate:
+        load_checkpoint("ppo_batch", args.evaluate, model=model)
+    else:
+        with Run("ppo_batch", args, model=model, optimizer=optimizer) as run:
+            train(args, run, model, optimizer, device)
+        if not run.complete:
+            return 128 + run.signal
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> np.ndarray:  # samples its actions, as in training
+        return model.sample(model(to_device(obs, device))[0]).cpu().numpy()
+
+    evaluate(args, policy)
+    return 0
 
 
 if __name__ == "__main__":

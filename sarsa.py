@@ -1,67 +1,69 @@
 """Asynchronous one-step Sarsa (Mnih et al. 2016, sec. 4).
 
-Hogwild: every process acts ε-greedily in its own environment, on the live shared parameters θ; there is no snapshot.
-Every 5 steps, and where an episode ends, it applies the gradient of the errors since the last time, taken on the
-live θ as well, to θ without a lock. It differs from one-step Q-learning in the target alone, whose a' is the action
-that the process takes next:
+Hogwild: every process acts ε-greedily in its own environment, on the shared parameters θ as they
+are at that moment; it has no snapshot. After every 5 steps, and where an episode ends, it applies
+the gradient of its last errors, also taken on θ as it is then, to θ without a lock. It differs from
+one-step Q-learning in the target, whose a' is the action that the process takes next:
 
     y = r + γ Q(s', a'; θ⁻),    y = r after the episode's last step
-    L = Σ (y - Q(s, a; θ))²    over I_AsyncUpdate = 5 steps of the process, fewer around an episode's end
-    d = ∇L, scaled to a norm of at most 40;    α = 0.0007 (1 - T / T_max)
-    g ← 0.99 g + 0.01 d²,    θ ← θ - α d / √(g + ε)          (eq. S2, S3: RMSProp, its g shared as well)
+    L = Σ (y - Q(s, a; θ))²    over I_AsyncUpdate = 5 steps of the process
+    d = ∇L, scaled to a norm of at most 40
+    g ← 0.99 g + 0.01 d²,    θ ← θ - α d / √(g + ε),    α = 0.0007 (1 - T / T_max)     (eq. S2, S3)
     θ⁻ ← θ    whenever T passes a multiple of I_target
 
+RMSProp's g is shared as well.
+
     python sarsa.py                                                 # Pong from pixels
-    python sarsa.py --env-id CartPole-v1 --total-steps 400_000      # 20 seconds to three minutes
+    python sarsa.py --env-id CartPole-v1 --total-steps 400_000      # a minute or two
     python sarsa.py --resume runs/...                               # go on after an interruption
     python sarsa.py --evaluate runs/... --record                    # 30 episodes and a GIF
 
-Where the sources differ or are silent, this file does the following:
-- I_target = 40,000 and the 4 million frames over which ε falls are counted in agent steps of all processes; as frames
-  of the game they are `--target-interval 10000 --epsilon-steps 1000000`;
-- a process draws its final ε once, from {0.1, 0.01, 0.5} with probabilities {0.4, 0.3, 0.3};
-- the error is squared as it stands, no Huber loss and no clipping of the error, not even as an option; sums are sums;
-- α = 0.0007, ε = 0.1 inside the root and a clipping threshold of 40 are A3C's, by the author's e-mail, as public
-  reproductions report it; g starts from 0;
-- as in Algorithm 1, a process goes on counting its 5 steps where an episode ends;
-- an evaluated episode is played with ε = 0.05 on images and greedily on vectors; the paper does not say.
+Where the sources differ or are silent:
+- I_target = 40,000 and the 4 million frames over which ε falls are agent steps of all processes; as
+  frames of the game they are `--target-interval 10000 --epsilon-steps 1000000`.
+- A process draws its final ε once, from {0.1, 0.01, 0.5} with probabilities {0.4, 0.3, 0.3}.
+- The error is squared as it is, without Huber loss or clipping; sums are sums, not means.
+- α = 0.0007, ε = 0.1 inside RMSProp's root and a clipping threshold of 40 are A3C's, by e-mail of
+  its author, as public reproductions report it; g starts from 0.
+- As in Algorithm 1, a process goes on counting its 5 steps where an episode ends.
+- Evaluated episodes are played with ε = 0.05 on images and 0 on vectors.
 
-Departures: the gradients of the 5 steps are taken together, on θ as it is at the update, not each on the θ of its step:
-alike for one process, which does not change θ in between; a time limit does not cut the return, it bootstraps from the
-final observation with an a' that is drawn but never taken; losing a life does not end an episode of Atari, 108,000
-frames do; 0 to 30 no-ops; one process a core, where the paper has 16: two reached 1.7 and -18 on Pong, with two
-seeds and other constants (README). The paper has no vectors: the MLP and the preset `vector` are ours.
-Each process seeds its random stream with (seed, T at its start, its index), after --resume and a replacement as well.
+Departures:
+- The gradients of the 5 steps are taken together, on θ as it is at the update, not each on the θ of
+  its step. With one process, which does not change θ in between, this is the same.
+- A time limit does not cut the return: it bootstraps from the final observation, with an a' that is
+  drawn but never taken.
+- Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
+- One process a core, where the paper has 16.
+- The paper has no vectors: the MLP and the preset `vector` are ours.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
-import json
-import math
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
+from torch import multiprocessing as mp
 
-from common.evaluation import Policy
-from common.flags import RunArgs, UsageError, atari_or_vector, check_discrete, check_env, pick_arch
-from common.hogwild import Team, Worker, pick_n_processes, share, sync
-from common.run import Run, make_run_dir, read_args, run_script
+from common.evaluate import evaluate
+from common.processes import check, n_cores, start, stop
+from common.run import Run, RunArgs, load_checkpoint, parse_args, usage_error
 from common.vec_env import env_seed, make_vec_env
 
-SCRIPT = "sarsa"
-
-# Which constants hold for which kind of task: what differs from Args, which has the Atari ones.
+# What differs from Args, which has the constants for Atari.
 PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
-    # Vectors, ours: rewards of any size, and tasks that are learned in minutes. The final ε and RMSProp's ε stay those
-    # of Atari: async_q.py's did no better on CartPole (results/README.md).
+    # Vectors, ours: rewards of any size, and tasks that are learned in minutes. The final ε and
+    # RMSProp's ε of async_q.py did no better on CartPole.
     "vector": {
         "total_steps": 1_000_000,
         "epsilon_steps": 100_000,
@@ -80,9 +82,9 @@ class Args(RunArgs):
     preset: Literal["auto", "atari", "vector"] = "auto"
     """constants of the algorithm, see PRESETS; auto: atari for images, else vector"""
     total_steps: int = 80_000_000
-    """T_max: agent steps of all processes together; 1 step = 1 action = 4 frames on Atari"""
+    """T_max: agent steps of all processes; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
-    """of environments, initial parameters, final ε and actions; several processes race, so that runs differ even so"""
+    """of environments, parameters, final ε and actions; processes race, so that runs differ"""
 
     n_processes: int | None = None
     """actor-learners; None: one per core"""
@@ -100,16 +102,14 @@ class Args(RunArgs):
     """global agent steps over which ε falls from 1 to its final value"""
     eval_epsilon: float = 0.05
     """ε during evaluation"""
-    optimizer: Literal["shared-rmsprop", "rmsprop", "momentum-sgd"] = "shared-rmsprop"
-    """the three optimisers of sec. 4; the statistics of the last two belong to each process"""
     learning_rate: float = 7e-4
     """initial α"""
     gamma: float = 0.99
     """γ, discount per step"""
     max_grad_norm: float = 40.0
-    """threshold of the global gradient norm; 0 leaves no gradient"""
+    """threshold of the global gradient norm"""
     rms_decay: float = 0.99
-    """decay of RMSProp's mean square g per update, and of momentum SGD's mean gradient"""
+    """decay of RMSProp's mean square g per update"""
     rms_eps: float = 0.1
     """ε inside RMSProp's root"""
     clip_rewards: bool = True
@@ -118,7 +118,7 @@ class Args(RunArgs):
     """learn from rewards times this, where they are not clipped"""
 
 
-# ---------------------------------------------------------------------------------------------------- network
+# --- network
 
 
 def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[nn.Module]:
@@ -128,7 +128,9 @@ def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[
 class QNetwork(nn.Module):
     """Q(s, ·; θ). Initial weights are PyTorch's own, U(±1/√fan_in), as were Torch7's."""
 
-    def __init__(self, observation_space: spaces.Box, action_space: spaces.Discrete, arch: str) -> None:
+    def __init__(
+        self, observation_space: spaces.Box, action_space: spaces.Discrete, arch: str
+    ) -> None:
         super().__init__()
         if arch == "nips":  # (n, 4, 84, 84) → 16x20x20 → 32x9x9 → 256
             layers = [*conv(4, 16, 8, 4), *conv(16, 32, 4, 2)]
@@ -138,34 +140,40 @@ class QNetwork(nn.Module):
             layers += [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(inplace=True)]
         else:  # (n, d) → 200
             layers = [nn.Linear(observation_space.shape[0], 200), nn.ReLU(inplace=True)]
-        self.layers = nn.Sequential(*layers, nn.Linear(layers[-2].out_features, int(action_space.n)))
+        q_values = nn.Linear(layers[-2].out_features, int(action_space.n))
+        self.layers = nn.Sequential(*layers, q_values)
 
     def forward(self, obs: Tensor) -> Tensor:
         """(n, 4, 84, 84) uint8 or (n, d) float → (n, n_actions)."""
         return self.layers(obs.float() / 255 if obs.dtype == torch.uint8 else obs)
 
 
-# ------------------------------------------------------------------------------------------------ mathematics
+# --- mathematics
 
 
-def sarsa_target(reward: float, terminated: bool, next_q_values: Tensor, next_action: int, gamma: float) -> float:
-    """y = r + γ Q(s', a'; θ⁻), or r after the last step (sec. 4); next_q_values (n_actions,)."""
+def sarsa_target(
+    reward: float, terminated: bool, next_q_values: Tensor, next_action: int, gamma: float
+) -> float:
+    """y = r + γ Q(s', a'; θ⁻), or r after the last step (sec. 4).
+
+    Args: next_q_values: (n_actions,).
+    """
     return reward if terminated else reward + gamma * next_q_values[next_action].item()
 
 
 def draw_epsilon_final(args: Args, index: int) -> float:
-    """The ε that process `index` ends with; the same after it was replaced or resumed."""
-    draw = np.random.default_rng((args.seed, index))
-    return float(draw.choice(args.epsilon_finals, p=args.epsilon_probs))
+    """The ε that process `index` ends with; the same after a resume."""
+    rng = np.random.default_rng((args.seed, index))
+    return float(rng.choice(args.epsilon_finals, p=args.epsilon_probs))
 
 
 def epsilon_at(final: float, step: int, epsilon_steps: int) -> float:
-    """ε at global step T: a line from 1 to its final value over `epsilon_steps`, constant afterwards."""
+    """ε at global step T: a line from 1 to its final value over `epsilon_steps`, then constant."""
     return final + linear_decay(1 - final, step, epsilon_steps)
 
 
 def epsilon_greedy(q_values: Tensor, epsilon: float | Tensor) -> Tensor:
-    """The best action, or with probability ε, a number or (n,), any: q_values (n, n_actions) → (n,) int64."""
+    """The best action, or with probability ε any: (n, n_actions) and a number or (n,) → (n,)."""
     random = torch.randint(q_values.shape[1], (len(q_values),))
     return torch.where(torch.rand(len(q_values)) < epsilon, random, q_values.argmax(1))
 
@@ -176,12 +184,15 @@ def linear_decay(initial: float, step: int, total_steps: int) -> float:
 
 
 class RMSProp(torch.optim.Optimizer):
-    """g ← decay g + (1 - decay) d²; θ ← θ - lr d / √(g + eps). torch.optim.RMSprop has eps outside the root.
+    """g ← decay g + (1 - decay) d²; θ ← θ - lr d / √(g + eps).
 
-    `initial_square` is g at the start: 1 in TensorFlow and PAAC, 0 in A3C.
+    torch.optim.RMSprop has eps outside the root. `initial_square` is g at the start: 1 in
+    TensorFlow and PAAC, 0 in A3C.
     """
 
-    def __init__(self, params: Any, lr: float, decay: float, eps: float, initial_square: float) -> None:
+    def __init__(
+        self, params: Any, lr: float, decay: float, eps: float, initial_square: float
+    ) -> None:
         super().__init__(params, {"lr": lr, "decay": decay, "eps": eps})
         for group in self.param_groups:
             for p in group["params"]:
@@ -191,167 +202,207 @@ class RMSProp(torch.optim.Optimizer):
     def step(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
                 square = self.state[p]["square"].mul_(group["decay"])
                 square.addcmul_(p.grad, p.grad, value=1 - group["decay"])
                 p.addcdiv_(p.grad, (square + group["eps"]).sqrt_(), value=-group["lr"])
 
 
-class MomentumSGD(torch.optim.Optimizer):
-    """m ← decay m + (1 - decay) d; θ ← θ - lr m (sec. 4)."""
-
-    def __init__(self, params: Any, lr: float, decay: float) -> None:
-        super().__init__(params, {"lr": lr, "decay": decay})
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["mean"] = torch.zeros_like(p)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                mean = self.state[p]["mean"].mul_(group["decay"]).add_(p.grad, alpha=1 - group["decay"])
-                p.add_(mean, alpha=-group["lr"])
-
-
-# --------------------------------------------------------------------------------------------------- training
+# --- training
 
 
 def actor_learner(
-    worker: Worker, args: Args, model: QNetwork, target_model: QNetwork, optimizers: list[RMSProp | MomentumSGD]
+    index: int,
+    args: Args,
+    first_step: int,
+    model: QNetwork,
+    target_model: QNetwork,
+    optimizer: RMSProp,
+    counts: Tensor,
+    target_step: Tensor,
+    ending: Tensor,
+    parent: Any,
 ) -> None:
     """Algorithm 1 with Sarsa's target, one process of it, to the end of training.
 
-    Raises: WorkerError: the environment failed. FloatingPointError: the loss or its gradient is not finite.
+    Args:
+        first_step: T when this process was started.
+        model, target_model, optimizer: θ, θ⁻ and RMSProp's g, shared by all processes.
+        counts: (n_processes,) int64, shared: steps of each process, whose sum is T.
+        target_step: (1,) int64, shared: T when θ⁻ was copied last.
+        ending: (1,) bool, shared: all processes are to end.
+        parent: connection for reports of episodes and losses.
     """
-    index, start = worker.index, worker.start
-    optimizer, epsilon_final = optimizers[index % len(optimizers)], draw_epsilon_final(args, index)
-    torch.manual_seed(env_seed(args.seed, start, index))
-    envs = make_vec_env(args.env_id, 1, 0, json.loads(args.env_kwargs))  # one environment: n = 1 from here on
-    worker.at_end.callback(envs.close)
-    parameters, target_parameters = list(model.parameters()), list(target_model.parameters())  # θ, θ⁻
-    obs = torch.from_numpy(envs.reset(seed=env_seed(args.seed, start, index, 1))[0])
-    epsilon = epsilon_at(epsilon_final, worker.global_step, args.epsilon_steps)
-    with torch.no_grad():
-        action = epsilon_greedy(model(obs), epsilon)  # θ as it is now
-    t = 0  # steps of this process
-    while worker.go_on():
-        observations, actions, targets = [], [], []  # since the last update
-        while True:
-            observations.append(obs)
-            actions.append(action)
-            next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
-            obs, done = torch.from_numpy(next_obs), bool(terminated[0] or truncated[0])
-            last_obs = torch.from_numpy(np.stack(info["final_obs"])) if done else obs
-            r = float(learned_rewards(reward, args)[0])
-            worker.count_step(reward[0], done)  # T ← T + 1
-            t += 1
-            epsilon = epsilon_at(epsilon_final, worker.global_step, args.epsilon_steps)
-            with torch.no_grad():
-                next_q_values = target_model(last_obs)[0]
-                action = epsilon_greedy(model(last_obs), epsilon)  # a', taken next unless the episode has ended
-            targets.append(sarsa_target(r, bool(terminated[0]), next_q_values, int(action[0]), args.gamma))
-            if worker.crossed(args.target_interval):
-                sync(target_parameters, parameters)  # θ⁻ ← θ
-            if t % args.update_interval == 0 or done or worker.ended:
-                break
-        # Σ (y - Q(s, a; θ))² over the steps since the last update, on θ as it is now
-        q_values = model(torch.cat(observations)).gather(1, torch.stack(actions)).squeeze(1)
-        squares = (torch.tensor(targets) - q_values).square()
-        loss = squares.sum()
-        model.zero_grad()
-        loss.backward()  # dθ, into gradients that are this process's own
-        grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-        if not torch.isfinite(grad_norm):
-            raise FloatingPointError(f"the loss is {loss.item()}, the norm of its gradient {grad_norm.item()}")
-        optimizer.param_groups[0]["lr"] = linear_decay(args.learning_rate, worker.global_step, args.total_steps)
-        optimizer.step()  # asynchronous update of θ
-        scalars = {"losses/td_loss": squares, "losses/q_values": q_values, "losses/grad_norm": grad_norm}
-        scalars |= {"charts/epsilon": epsilon, "charts/learning_rate": optimizer.param_groups[0]["lr"]}
-        worker.report_update(scalars)
-        if done:
-            with torch.no_grad():
-                action = epsilon_greedy(model(obs), epsilon)  # of the new episode
+    counts, target_step, ending = counts.numpy(), target_step.numpy(), ending.numpy()
+    parameters, target_parameters = list(model.parameters()), list(target_model.parameters())
+    epsilon_final = draw_epsilon_final(args, index)
+    torch.manual_seed(env_seed(args.seed, first_step, index))
+    envs = make_vec_env(args.env_id, 1, 0, args.env_kwargs)  # one environment: n = 1 from here on
+    with contextlib.closing(envs):
+        obs = torch.from_numpy(envs.reset(seed=env_seed(args.seed, first_step, index, 1))[0])
+        T = first_step
+        t = episode_length = 0
+        episode_return = reported = 0.0
+        epsilon = epsilon_at(epsilon_final, T, args.epsilon_steps)
+        with torch.no_grad():
+            action = epsilon_greedy(model(obs), epsilon)
+        while args.total_steps > T and not ending[0]:
+            observations, actions, targets = [], [], []  # since the last update
+            update_due = False
+            while not update_due:
+                observations.append(obs)
+                actions.append(action)
+                next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
+                obs = torch.from_numpy(next_obs)
+                done = bool(terminated[0] or truncated[0])
+                last_obs = torch.from_numpy(np.stack(info["final_obs"])) if done else obs
+                epsilon = epsilon_at(epsilon_final, T, args.epsilon_steps)
+                with torch.no_grad():
+                    next_q_values = target_model(last_obs)[0]
+                    action = epsilon_greedy(model(last_obs), epsilon)  # a', by θ as it is now
+                r = float(learned_rewards(reward, args)[0])
+                a = int(action[0])
+                targets.append(sarsa_target(r, bool(terminated[0]), next_q_values, a, args.gamma))
+                t += 1
+                counts[index] += 1  # T ← T + 1
+                T = int(counts.sum())
+                episode_return += reward[0]
+                episode_length += 1
+                if T // args.target_interval > target_step[0] // args.target_interval:
+                    target_step[0] = T
+                    sync(target_parameters, parameters)  # θ⁻ ← θ
+                over = args.total_steps <= T or ending[0]
+                update_due = t % args.update_interval == 0 or done or over
+            # Σ (y - Q(s, a; θ))² over the steps since the last update, on θ as it is now
+            q_values = model(torch.cat(observations)).gather(1, torch.stack(actions)).squeeze(1)
+            squares = (torch.tensor(targets) - q_values).square()
+            model.zero_grad()
+            squares.sum().backward()  # dθ, into gradients that only this process has
+            grad_norm = nn.utils.clip_grad_norm_(
+                parameters, args.max_grad_norm, error_if_nonfinite=True
+            )
+            lr = linear_decay(args.learning_rate, T, args.total_steps)
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()  # asynchronous update of θ
+            if done:
+                parent.send(("episode", float(episode_return), episode_length))
+                episode_return = 0.0
+                episode_length = 0
+                with torch.no_grad():
+                    action = epsilon_greedy(model(obs), epsilon)  # of the new episode
+            if time.monotonic() - reported > 1:
+                losses = {"td_loss": squares.mean().item(), "q_values": q_values.mean().item()}
+                losses |= {"grad_norm": grad_norm.item(), "epsilon": epsilon, "learning_rate": lr}
+                parent.send(("losses", losses))
+                reported = time.monotonic()
 
 
-def train(args: Args, checkpoint: dict | None = None) -> int:
-    """The parent: it trains nothing. Returns the exit status.
+def train(
+    args: Args, run: Run, model: QNetwork, target_model: QNetwork, optimizer: RMSProp
+) -> None:
+    """The parent: starts the actor-learners and follows them to the end; it trains nothing.
 
-    Raises: WorkerError: an actor-learner died three times within a minute. FloatingPointError: see `actor_learner`.
+    Without locks, a checkpoint may hold half of an update, as what a process acts on may.
     """
-    torch.manual_seed(args.seed)
-    model = make_model(args)
-    target_model = copy.deepcopy(model)  # θ⁻
-    optimizers = make_optimizers(args, model)
-    parts = {"model": model, "target_model": target_model}
-    parts |= {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
-    start = checkpoint["step"] if checkpoint else 0
-    team = Team(actor_learner, (args, model, target_model, optimizers), args.n_processes, args.total_steps, start)
-    with Run(SCRIPT, args, parts, make_policy, checkpoint, team.quiet, log_interval=20) as run:  # one a second
-        share(model, *optimizers)
-        share(target_model)
-        with team:
-            team.watch(run)
-    return run.exit_status
+    share(model, target_model, optimizer)
+    counts = torch.zeros(args.n_processes, dtype=torch.int64).share_memory_()
+    counts[0] = run.step
+    target_step = torch.tensor([run.step]).share_memory_()
+    ending = torch.tensor([False]).share_memory_()
+    shared = model, target_model, optimizer, counts, target_step, ending
+    processes, connections, losses = [], [], {}
+    try:
+        for i in range(args.n_processes):
+            ours, theirs = mp.Pipe(duplex=False)
+            connections.append(ours)
+            name = f"actor-learner {i}"
+            processes.append(start(name, actor_learner, i, args, run.step, *shared, theirs))
+            theirs.close()
+        while not run.complete and not run.stopped:
+            time.sleep(0.05)
+            losses = receive(connections, run) or losses
+            run.log_step(int(counts.sum()), **losses)
+            check(processes)
+    finally:
+        ending[0] = True
+        stop(processes)
+    receive(connections, run)
+    run.log_step(int(counts.sum()))
 
 
-def make_optimizers(args: Args, model: nn.Module) -> list[RMSProp | MomentumSGD]:
-    """One whose statistics all processes share, or one for each process."""
-    parameters = list(model.parameters())
-    if args.optimizer == "momentum-sgd":
-        new = functools.partial(MomentumSGD, parameters, args.learning_rate, args.rms_decay)
-    else:
-        new = functools.partial(RMSProp, parameters, args.learning_rate, args.rms_decay, args.rms_eps, 0.0)
-    return [new() for _ in range(1 if args.optimizer == "shared-rmsprop" else args.n_processes)]
+def receive(connections: list[Any], run: Run) -> dict[str, float]:
+    """Count the episodes that actor-learners report, and return the losses that came last."""
+    losses: dict[str, float] = {}
+    for connection in connections:
+        with contextlib.suppress(EOFError):
+            while connection.poll():
+                kind, *content = connection.recv()
+                if kind == "episode":
+                    run.log_episode(*content)
+                else:
+                    (losses,) = content
+    return losses
+
+
+def share(*parts: nn.Module | torch.optim.Optimizer) -> None:
+    """Move networks, and the statistics of optimizers, into shared memory."""
+    for part in parts:
+        if isinstance(part, nn.Module):
+            part.share_memory()
+        else:
+            for statistics in part.state.values():
+                for tensor in statistics.values():
+                    tensor.share_memory_()
+
+
+@torch.no_grad()
+def sync(parameters: list[Tensor], source: list[Tensor]) -> None:
+    """θ′ ← θ, or θ⁻ ← θ, without a lock."""
+    torch._foreach_copy_(parameters, source)
 
 
 def learned_rewards(rewards: np.ndarray, args: Args) -> np.ndarray:
     return np.clip(rewards, -1, 1) if args.clip_rewards else rewards * args.reward_scale
 
 
-def make_model(args: Args) -> QNetwork:
-    """The network of a run, with fresh parameters."""
-    env = check_env(args)
-    return QNetwork(env.observation_space, env.action_space, args.arch)
+# --- main
 
 
-def make_policy(model: QNetwork, args: Args) -> Policy:
-    """How evaluation plays: ε-greedily."""
+def pick_preset(args: Args, observations: gym.Space, actions: gym.Space) -> str:
+    return "atari" if len(observations.shape) == 3 else "vector"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train and evaluate, or evaluate alone. Returns the exit status."""
+    args, observations, actions = parse_args("sarsa", argv, Args(), __doc__, PRESETS, pick_preset)
+    if not isinstance(actions, spaces.Discrete):
+        usage_error(f"--env-id {args.env_id}: Discrete actions are needed, it has {actions}")
+    if args.arch == "auto":
+        args.arch = "nips" if len(observations.shape) == 3 else "mlp"
+    if args.n_processes is None:
+        args.n_processes = n_cores()
+
+    torch.manual_seed(args.seed)
+    model = QNetwork(observations, actions, args.arch)  # θ
+    target_model = copy.deepcopy(model)  # θ⁻
+    optimizer = RMSProp(
+        model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, initial_square=0.0
+    )
+
+    if args.evaluate:
+        load_checkpoint("sarsa", args.evaluate, model=model)
+    else:
+        parts = {"model": model, "target_model": target_model, "optimizer": optimizer}
+        with Run("sarsa", args, **parts) as run:
+            train(args, run, model, target_model, optimizer)
+        if not run.complete:
+            return 128 + run.signal
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
         return epsilon_greedy(model(torch.from_numpy(obs)), args.eval_epsilon).numpy()
 
-    return policy
-
-
-# ------------------------------------------------------------------------------------------------------- main
-
-
-def parse(argv: list[str] | None) -> tuple[Args, dict | None]:
-    """The arguments, complete and checked, and the checkpoint that --resume or --evaluate names.
-
-    Raises: UsageError: an argument that cannot work; nothing has been started or written by then.
-    """
-    args, checkpoint, env = read_args(SCRIPT, argv, Args(), __doc__, PRESETS, atari_or_vector, fixed=("optimizer",))
-    check_discrete(SCRIPT, args, env)
-    args.arch = pick_arch(args, env.observation_space, "nips")
-    args.n_processes = pick_n_processes(args, checkpoint)
-    finals, probs = args.epsilon_finals, args.epsilon_probs
-    if not all(0 <= x <= 1 for x in (*finals, *probs)) or len(finals) != len(probs) or not math.isclose(sum(probs), 1):
-        what = "as many probabilities as values, which add up to 1, all in [0, 1], are needed"
-        raise UsageError(f"--epsilon-finals {finals} --epsilon-probs {probs}: {what}")
-    if checkpoint is None:
-        make_run_dir(SCRIPT, args)
-    return args, checkpoint
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
-    return run_script(SCRIPT, argv, parse, train, make_model, make_policy)
+    evaluate(args, policy)
+    return 0
 
 
 if __name__ == "__main__":

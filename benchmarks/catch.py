@@ -1,10 +1,11 @@
-"""Catch, the smallest task from pixels in which an action earns its reward later: minutes where Pong takes hours.
+"""Catch, the smallest task from pixels in which an action earns its reward later.
 
     python a3c.py --env-id benchmarks.catch:Catch-v0 --total-steps 100_000 --learning-rate 0.005
 
-A ball falls through 12 rows of 12 columns; a paddle three columns wide moves one column a step or stays. An episode
-has 11 steps and earns 1 at the last one where the ball meets the paddle, else -1. Random play earns -0.5,
-the best 1. The idea is that of Mnih et al. 2014 (Recurrent Models of Visual Attention).
+A ball falls through 12 rows of 12 columns; a paddle three columns wide moves one column a step or
+stays. An episode has 11 steps and earns 1 at the last one where the ball meets the paddle, else -1.
+Random play earns -0.5, the best 1. Minutes where Pong takes hours. The idea is that of Mnih et al.
+2014 (Recurrent Models of Visual Attention).
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Catch(gym.Env):
         self.action_space = spaces.Discrete(3)
         self.row, self.ball, self.paddle = 0, 0, CELLS // 2  # the paddle's middle
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=seed)
         self.row, self.ball, self.paddle = 0, int(self.np_random.integers(CELLS)), CELLS // 2
         return self._picture(), {}

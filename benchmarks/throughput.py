@@ -1,192 +1,129 @@
-"""Steps per second of the trainers against the ceiling that the vector environment alone sets, in one run.
+"""Steps per second of the trainers, of peers and of the environments alone, measured in one run.
 
-    python benchmarks/throughput.py                                # PAAC on Pong, nips and nature, 32 environments
-    python benchmarks/throughput.py --trainer all --sb3 --pfrl     # all seven, beside the peers that are installed
-    python benchmarks/throughput.py --n-envs 32 64 128 256 --device cuda
-    python benchmarks/throughput.py --sb3                          # stable-baselines3's A2C beside it, if installed
-    python benchmarks/throughput.py --trainer ppo_batch --sb3      # Pong, 8 environments, beside its PPO
-    python benchmarks/throughput.py --trainer ppo_batch --env-id HalfCheetah-v5 --sb3
+    python benchmarks/throughput.py                                 # all seven on Pong
+    python benchmarks/throughput.py --trainers paac ppo_batch --peers
+    python benchmarks/throughput.py --trainers ppo_batch --env-id HalfCheetah-v5 --peers
 
-The contenders take turns, `rounds` times `seconds` each; the table shows medians. The split is the trainer's wall
-time by what it went into, as Figure 2 of the PAAC paper: environment steps, acting (forward passes), learning,
-copying observations to the device. PAAC's forward passes serve both acting and learning and count as acting. The
-asynchronous four have as many processes as there are cores, and no split: benchmarks/hogwild.py has more of them.
+Each contender is a program of its own, as its users run it. They take turns, `rounds` times
+`seconds` each, so that a machine that slows down slows all of them; the table has the medians.
+Peers have our network and need `pip install stable-baselines3 pfrl`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
+import json
 import os
-import sys
-
-if "--sb3-worker" not in sys.argv:
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
 import shlex
+import signal
 import subprocess
+import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
-from types import ModuleType
-from typing import Any, Literal
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gymnasium as gym
 import numpy as np
 import torch
 import tyro
+from torch import nn
 
-import apex
-import paac
-import ppo_batch
-from benchmarks import hogwild
-from benchmarks.learning import HOGWILD, TRAINERS, Trainer
-from common.atari import is_atari
+from common.atari import is_atari, make_atari_env
 from common.processes import n_cores
-from common.run import keep_freed_memory
-from common.vec_env import make_vec_env
+from common.vec_env import find_spec, make_vec_env
 
-N_ENVS = {"paac": 32, "ppo_batch": 8}  # of those that have the flag
-PEERS = {"paac": "SB3's A2C", "ppo_batch": "SB3's PPO", "a3c": "PFRL's A3C"}
-WARM_UP = 3_000  # steps before measuring begins
-APEX_FLAGS = ["--learning-starts", "2000", "--capacity", "100000"]  # so that it learns while it is measured
+ROOT = Path(__file__).resolve().parent.parent
+N_ENVS = {"paac": 32, "ppo_batch": 8}
+PEERS = {"paac": "sb3_a2c", "ppo_batch": "sb3_ppo"}
+PEERS |= dict.fromkeys(("a3c", "async_q", "nstep_q", "sarsa"), "pfrl_a3c")
 
 
 @dataclass
 class Args:
-    trainer: Literal[Trainer, "all"] = "paac"
+    trainers: tuple[str, ...] = (
+        "paac",
+        "a3c",
+        "async_q",
+        "nstep_q",
+        "sarsa",
+        "ppo_batch",
+        "apex",
+    )
     """what to measure"""
     env_id: str = "PongNoFrameskip-v4"
     """environment"""
-    n_envs: tuple[int, ...] = ()
-    """numbers of environments to measure; none: 32 for paac, 8 for ppo_batch, the only ones that take this flag"""
-    archs: tuple[str, ...] = ()
-    """networks to measure; none: nips and nature for paac on Pong, else the default; for paac, ppo_batch and apex"""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """where the network is"""
     seconds: float = 20.0
-    """measured time of one contender in one round"""
+    """length of a turn, from the first steps on"""
     rounds: int = 3
-    """rounds"""
+    """turns of each contender"""
     flags: str = ""
-    """more flags for the trainer, such as --bfloat16; for paac, ppo_batch and apex"""
-    sb3: bool = False
-    """beside paac and ppo_batch stable-baselines3's A2C and PPO, on images with our network, in their own processes"""
-    pfrl: bool = False
-    """beside a3c PFRL's A3C with the same network, in processes of its own"""
-    sb3_worker: bool = False
-    """print the steps/s of stable-baselines3 and nothing else: what --sb3 starts"""
+    """more flags for the trainers, as one word: --flags="--arch nature" """
+    peers: bool = False
+    """measure stable-baselines3's A2C and PPO and PFRL's A3C as well"""
+    only: str = ""
+    """measure this peer, or `environments`, in this process, and print its steps/s"""
 
 
-def environment_rate(args: Args, n_envs: int) -> float:
-    """Steps/s of the vector environment alone, with random actions."""
-    cores = n_cores()
-    envs = make_vec_env(args.env_id, n_envs, min(8, cores, n_envs) if args.device == "cpu" else cores)
+def trainer_rate(args: Args, name: str) -> float:
+    """Steps/s of a trainer: it is started, interrupted like by Ctrl-C, and its summary read."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        command = [sys.executable, str(ROOT / f"{name}.py"), "--env-id", args.env_id]
+        command += ["--run-dir", str(run_dir), *shlex.split(args.flags)]
+        if name == "apex":  # so that it learns while it is measured
+            command += ["--learning-starts", "2000", "--capacity", "100_000"]
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, text=True, start_new_session=True, **output)
+        process.stdout.readline()  # the run directory is made, environments come next
+        time.sleep(args.seconds + 5)
+        os.killpg(process.pid, signal.SIGINT)
+        print(process.communicate()[0], file=sys.stderr)
+        return json.loads((run_dir / "summary.json").read_text())["steps_per_second"]
+
+
+def environments(args: Args) -> float:
+    """Steps/s of 32 environments alone, with random actions."""
+    envs = make_vec_env(args.env_id, 32, min(8, n_cores()))
     envs.reset(seed=0)
-    actions, steps, start = envs.action_space, 0, time.perf_counter()
-    while time.perf_counter() - start < args.seconds:
-        envs.step(actions.sample())
-        steps += n_envs
-    rate = steps / (time.perf_counter() - start)
+    actions = [envs.action_space.sample() for _ in range(64)]
+    steps, begin = 0, time.perf_counter()
+    while time.perf_counter() - begin < args.seconds:
+        for batch in actions:
+            envs.step(batch)
+        steps += 32 * len(actions)
     envs.close()
-    return rate
+    return steps / (time.perf_counter() - begin)
 
 
-class Timer:
-    """Adds up the time spent in functions, waiting for the GPU at the end of each."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    def wrap(self, name: str, function: Callable) -> Callable:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            result = function(*args, **kwargs)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self.seconds[name] += time.perf_counter() - start
-            return result
-
-        return timed
+def conv_layers(arch: str) -> tuple[list[nn.Module], int]:
+    """The layers of our networks in PyTorch's default memory format, and the size of the last."""
+    if arch == "nips":
+        layers = [nn.Conv2d(4, 16, 8, 4), nn.ReLU(), nn.Conv2d(16, 32, 4, 2), nn.ReLU()]
+        return [*layers, nn.Flatten(), nn.Linear(2592, 256), nn.ReLU()], 256
+    layers = [nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU()]
+    layers += [nn.Conv2d(64, 64, 3, 1), nn.ReLU(), nn.Flatten(), nn.Linear(3136, 512), nn.ReLU()]
+    return layers, 512
 
 
-def trainer_rate(args: Args, name: str, n_envs: int, arch: str, split: bool) -> tuple[float, dict[str, float]]:
-    """Steps/s of the trainer's `train` after its first steps, and with `split` the share of each part."""
-    trainer: ModuleType = {"paac": paac, "ppo_batch": ppo_batch, "apex": apex}[name]
-    timer, marks = Timer(), []  # (time, step) when measuring began, and when it ended
-
-    class TimedRun(trainer.Run):
-        def _advance(self, step: int) -> None:
-            super()._advance(step)
-            now = time.perf_counter()
-            if not marks and step >= WARM_UP:
-                marks.append((now, step))
-                timer.seconds.clear()
-            elif len(marks) == 1 and now - marks[0][0] > args.seconds:
-                marks.append((now, step))
-                self.signal = 1  # stop
-
-        def _finish(self) -> None:
-            pass
-
-    def timed_vec_env(*vec_args: Any) -> Any:
-        envs = make_vec_env(*vec_args)
-        envs.step = timer.wrap("environment", envs.step)
-        return envs
-
-    changes = {"Run": TimedRun}
-    if split:
-        changes |= {"make_vec_env": timed_vec_env, "to_device": timer.wrap("copying", trainer.to_device)}
-        if trainer is paac:
-
-            class TimedActorCritic(paac.ActorCritic):
-                forward = timer.wrap("acting", paac.ActorCritic.forward)
-
-            changes["ActorCritic"] = TimedActorCritic
-        else:
-            changes["update"] = timer.wrap("learning", trainer.update)
-    originals, threads = {key: getattr(trainer, key) for key in changes}, torch.get_num_threads()
-    try:
-        for key, changed in changes.items():
-            setattr(trainer, key, changed)
-        with tempfile.TemporaryDirectory() as folder:
-            flags = ["--env-id", args.env_id, "--run-dir", f"{folder}/run", "--arch", arch, "--device", args.device]
-            flags += APEX_FLAGS if trainer is apex else ["--n-envs", str(n_envs)]
-            with contextlib.redirect_stdout(io.StringIO()):
-                status = trainer.train(trainer.parse([*flags, *shlex.split(args.flags)])[0])
-    finally:
-        torch.set_num_threads(threads)
-        for key, original in originals.items():
-            setattr(trainer, key, original)
-    if len(marks) < 2 and status:  # a signal that was meant for this program
-        sys.exit(status)
-    if len(marks) < 2:
-        raise RuntimeError(f"{name} ended before {args.seconds:g} s could be measured; marks: {marks}")
-    (start, first), (end, last) = marks
-    shares = {part: seconds / (end - start) for part, seconds in timer.seconds.items()}
-    shares["learning" if trainer is paac else "acting"] = 1 - sum(shares.values())
-    return (last - first) / (end - start), shares
-
-
-def sb3_rate(args: Args, name: str, n_envs: int) -> float:
-    """Steps/s of stable-baselines3's A2C or PPO: Atari on the same ALE vector environment, the rest on its own.
-
-    The networks are its own, but for A2C on images one of PAAC's size, where that is asked for.
-    """
+def sb3_rate(args: Args, name: str) -> float:
+    """Steps/s of stable-baselines3's A2C or PPO with our constants, on our vector environment."""
     from stable_baselines3 import A2C, PPO
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env as sb3_vec_env
     from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
-    from stable_baselines3.common.vec_env import VecEnv as SB3VecEnv
+    from stable_baselines3.common.vec_env import VecEnv
 
-    class Adapter(SB3VecEnv):
+    n_envs, arch = (32, "nips") if name == "sb3_a2c" else (8, "nature")
+
+    class AtariEnvs(VecEnv):
         def __init__(self) -> None:
-            self.envs = make_vec_env(args.env_id, n_envs, min(8, os.cpu_count(), n_envs))
-            super().__init__(n_envs, self.envs.single_observation_space, self.envs.single_action_space)
+            self.envs = make_vec_env(args.env_id, n_envs, min(8, n_cores()))
+            spaces = self.envs.single_observation_space, self.envs.single_action_space
+            super().__init__(n_envs, *spaces)
 
         def reset(self) -> np.ndarray:
             return self.envs.reset(seed=0)[0]
@@ -196,7 +133,8 @@ def sb3_rate(args: Args, name: str, n_envs: int) -> float:
 
         def step_wait(self) -> tuple:
             obs, rewards, terminated, truncated, _ = self.envs.step(self.actions)
-            return obs, np.clip(rewards, -1, 1).astype(np.float32), terminated | truncated, [{} for _ in range(n_envs)]
+            rewards = np.clip(rewards, -1, 1).astype(np.float32)
+            return obs, rewards, terminated | truncated, [{} for _ in range(n_envs)]
 
         def close(self) -> None:
             self.envs.close()
@@ -206,112 +144,131 @@ def sb3_rate(args: Args, name: str, n_envs: int) -> float:
 
         def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None: ...
 
-        def env_method(self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any) -> list:
+        def env_method(self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any):
             return [None] * n_envs
 
         def env_is_wrapped(self, wrapper_class: type, indices: Any = None) -> list[bool]:
             return [False] * n_envs
 
-    class Nips(BaseFeaturesExtractor):
+    class Features(BaseFeaturesExtractor):
         def __init__(self, observation_space: gym.spaces.Box) -> None:
-            super().__init__(observation_space, 256)
-            model = paac.ActorCritic(observation_space, gym.spaces.Discrete(1), "nips")
-            self.trunk = model.trunk.to(memory_format=torch.contiguous_format)  # as stable-baselines3's own
+            layers, size = conv_layers(arch)
+            super().__init__(observation_space, size)
+            self.layers = nn.Sequential(*layers)
 
         def forward(self, obs: torch.Tensor) -> torch.Tensor:
-            return self.trunk(obs)  # already in [0, 1]
+            return self.layers(obs)
 
-    marks, warm_up = [], 5 if name == "paac" else 2  # rollouts
+    marks: list[tuple[float, int]] = []  # when rollouts began, and at which step
 
     class Clock(BaseCallback):
         def _on_rollout_start(self) -> None:
             marks.append((time.perf_counter(), self.num_timesteps))
 
         def _on_step(self) -> bool:
-            return len(marks) <= warm_up or marks[-1][0] - marks[warm_up][0] < args.seconds
+            return len(marks) < 3 or marks[-1][0] - marks[2][0] < args.seconds
 
-    atari = is_atari(gym.spec(args.env_id))
-    policy, envs = ("CnnPolicy", Adapter()) if atari else ("MlpPolicy", sb3_vec_env(args.env_id, n_envs))
-    if name == "paac":
-        network = {"features_extractor_class": Nips} if atari and args.archs != ("nature",) else {}
-        model = A2C(policy, envs, n_steps=5, device=args.device, policy_kwargs=network)
+    atari = is_atari(find_spec(args.env_id))
+    options: dict[str, Any] = {"policy": "CnnPolicy" if atari else "MlpPolicy", "device": "cpu"}
+    options["env"] = AtariEnvs() if atari else sb3_vec_env(args.env_id, n_envs)
+    if atari:
+        options["policy_kwargs"] = {"features_extractor_class": Features}
+    if name == "sb3_a2c":
+        model = A2C(n_steps=5, **options)
+    elif atari:
+        model = PPO(n_steps=128, batch_size=256, n_epochs=4, **options)
     else:
-        preset = ppo_batch.Args(**ppo_batch.PRESETS["atari" if atari else "vector"])
-        constants = {"batch_size": preset.minibatch_size, "n_epochs": preset.update_epochs}
-        model = PPO(policy, envs, n_steps=preset.update_interval // n_envs, device=args.device, **constants)
+        model = PPO(n_steps=256, batch_size=64, n_epochs=10, **options)
     model.learn(10**9, callback=Clock())
-    return (marks[-1][1] - marks[warm_up][1]) / (marks[-1][0] - marks[warm_up][0])
+    return (marks[-1][1] - marks[2][1]) / (marks[-1][0] - marks[2][0])
 
 
-def sb3_process_rate(args: Args, name: str, n_envs: int, arch: str) -> float:
-    """`sb3_rate` as its users run it: without the OMP_WAIT_POLICY that this script and paac.py set for themselves."""
-    flags = ["--trainer", name, "--env-id", args.env_id, "--n-envs", str(n_envs)]
-    flags += ["--device", args.device, "--seconds", str(args.seconds), "--archs", arch]
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
-    command = [sys.executable, os.path.abspath(__file__), "--sb3-worker", *flags]
-    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+class OldGym:
+    """One game as PFRL wants it: `reset` gives an observation, `step` four values."""
+
+    def __init__(self, env_id: str) -> None:
+        self.env = make_atari_env(find_spec(env_id), {})
+
+    def reset(self) -> np.ndarray:
+        return self.env.reset()[0]
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, dict]:
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        return obs, float(np.clip(reward, -1, 1)), terminated, info | {"needs_reset": truncated}
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def pfrl_rate(args: Args) -> float:
+    """Steps/s of PFRL's A3C as its Atari example sets it up, one process a core."""
+    import pfrl
+    from pfrl.agents import a3c
+    from pfrl.experiments import train_agent_async
+    from pfrl.optimizers import SharedRMSpropEpsInsideSqrt
+    from pfrl.policies import SoftmaxCategoricalHead
+
+    torch.set_num_threads(1)
+    layers, size = conv_layers("nips")
+    n_actions = int(OldGym(args.env_id).env.action_space.n)
+    policy = nn.Sequential(nn.Linear(size, n_actions), SoftmaxCategoricalHead())
+    model = nn.Sequential(*layers, pfrl.nn.Branched(policy, nn.Linear(size, 1)))
+    optimizer = SharedRMSpropEpsInsideSqrt(model.parameters(), lr=7e-4, eps=1e-1, alpha=0.99)
+    constants = {"t_max": 5, "gamma": 0.99, "beta": 1e-2, "max_grad_norm": 40.0}
+    agent = a3c.A3C(model, optimizer, phi=lambda x: np.asarray(x, np.float32) / 255, **constants)
+    marks = torch.zeros(4, dtype=torch.float64).share_memory_()  # first and last: time, step
+
+    def hook(env: Any, agent: Any, step: int) -> None:
+        now = time.perf_counter()
+        if step >= 400 and marks[0] == 0:
+            marks[0], marks[1] = now, step
+        marks[2], marks[3] = now, step
+        if marks[0] and now - marks[0] > args.seconds:
+            os._exit(0)
+
+    with tempfile.TemporaryDirectory() as folder:
+        train_agent_async(
+            folder,
+            processes=n_cores(),
+            make_env=lambda index, test: OldGym(args.env_id),
+            steps=10**9,
+            eval_interval=None,
+            agent=agent,
+            random_seeds=list(range(n_cores())),
+            global_step_hooks=[hook],
+        )
+    return float((marks[3] - marks[1]) / (marks[2] - marks[0]))
+
+
+def other_rate(args: Args, name: str) -> float:
+    """Steps/s of a peer or of the environments, in a process of its own."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--only", name]
+    command += ["--env-id", args.env_id, "--seconds", str(args.seconds)]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return float(output.split()[-1])
-
-
-def contenders(args: Args, name: str, n_envs: int, arch: str) -> dict[str, Callable[[], float]]:
-    """What measures the steps/s of a trainer with a network, and last those of its peer, by what to call them."""
-    if name in HOGWILD:
-        own = hogwild.Args(env_id=args.env_id, seconds=args.seconds)
-        found = {name: lambda: hogwild.trainer_rate(own, name, n_cores())}
-        if args.pfrl and name == "a3c":
-            found[PEERS[name]] = lambda: hogwild.pfrl_process_rate(own, n_cores())
-        return found
-    found = {f"{name} {arch}".removesuffix(" auto"): lambda: trainer_rate(args, name, n_envs, arch, False)[0]}
-    if args.sb3 and name in N_ENVS:
-        found[f"{PEERS[name]} {arch}".removesuffix(" auto")] = lambda: sb3_process_rate(args, name, n_envs, arch)
-    return found
-
-
-def compare(args: Args, n_envs: int, groups: list[dict[str, Callable[[], float]]]) -> None:
-    """Measure the environment alone and all contenders in turn, and print a line each; peers are within a group."""
-    rates: dict[str, list[float]] = defaultdict(list)
-    for _ in range(args.rounds):
-        rates["environment alone"].append(environment_rate(args, n_envs))
-        for group in groups:
-            for label, measure in group.items():
-                rates[label].append(measure())
-    ceiling = median(rates["environment alone"])
-    print(f"{'environment alone':20} {ceiling:9,.0f} steps/s with {n_envs} environments", flush=True)
-    for group in groups:
-        peer = list(group)[1] if len(group) > 1 else None
-        for label in group:
-            rate = median(rates[label])
-            line = f"{label:20} {rate:9,.0f} steps/s  {rate / ceiling:5.2f} of the environment alone"
-            if peer:
-                line += f"  {rate / median(rates[peer]):5.2f} of {peer}"
-            print(line, flush=True)
 
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
-    if args.sb3_worker:
-        print(sb3_rate(args, args.trainer, args.n_envs[0]))
+    if args.only:
+        others = {"environments": environments, "pfrl_a3c": pfrl_rate}
+        measure = others.get(args.only, lambda args: sb3_rate(args, args.only))
+        print(measure(args))
         return
-    takers = {"n_envs": [*N_ENVS], "archs": [*N_ENVS, "apex"], "flags": [*N_ENVS, "apex"]}
-    for flag, trainers in takers.items():
-        if getattr(args, flag) and args.trainer not in trainers:
-            sys.exit(f"throughput.py: --{flag.replace('_', '-')}: not with --trainer {args.trainer}")
-    keep_freed_memory()  # as the trainers' main does
-    threads = torch.get_num_threads()
-    gpu = f", {torch.cuda.get_device_name()}" if args.device == "cuda" else ""
-    print(
-        f"{args.env_id}, torch {torch.__version__} with {threads} threads{gpu}; {args.rounds} x {args.seconds} s each"
-    )
-    if args.trainer == "all":
-        compare(args, 32, [contenders(args, name, N_ENVS.get(name, 0), "auto") for name in TRAINERS])
-        return
-    archs = args.archs or (("nips", "nature") if args.trainer == "paac" and args.env_id == Args.env_id else ("auto",))
-    for n_envs in args.n_envs or (N_ENVS.get(args.trainer, 32),):
-        compare(args, n_envs, [contenders(args, args.trainer, n_envs, arch) for arch in archs])
-        for arch in archs if args.trainer in N_ENVS else ():
-            shares = trainer_rate(args, args.trainer, n_envs, arch, True)[1]
-            text = ", ".join(f"{part} {share:.0%}" for part, share in sorted(shares.items()))
-            print(f"{args.trainer} {arch}: {text}", flush=True)
+    peers = {PEERS[name] for name in args.trainers if name in PEERS} if args.peers else set()
+    rates: dict[str, list[float]] = {}
+    for _ in range(args.rounds):
+        for name in ("environments", *args.trainers, *sorted(peers)):
+            measure = trainer_rate if name in args.trainers else other_rate
+            rates.setdefault(name, []).append(measure(args, name))
+    rate = {name: median(values) for name, values in rates.items()}
+    print(f"{args.env_id}, {n_cores()} cores, torch {torch.__version__}")
+    print("|  | steps/s | of the environments alone | of its peer |\n|---|---|---|---|")
+    for name in rate:
+        peer = PEERS.get(name)
+        ratio = f"{rate[name] / rate[peer]:.2f} ({peer})" if peer in rate else ""
+        share = f"{rate[name] / rate['environments']:.2f}"
+        print(f"| {name} | {rate[name]:,.0f} | {share} | {ratio} |")
 
 
 if __name__ == "__main__":

@@ -1,423 +1,317 @@
-"""What every trainer has around its algorithm: the command line, the run, its progress and its end.
-
-`script` is the name of a trainer, `args` its flags (see `flags.py`).
-"""
+"""Around the training loop: flags, and the run directory with checkpoint, curves and progress."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
-import functools
-import io
 import json
 import os
-import re
-import signal
 import sys
 import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import gymnasium as gym
 import numpy as np
 import torch
-from torch import Tensor, nn
+import tyro
+from torch import Tensor
 from tqdm import tqdm
 
-from common.checkpoint import (
-    COUNTS,
-    Remembering,
-    all_finite,
-    file_number,
-    load_checkpoint,
-    load_part,
-    only_writer,
-    write_json,
-)
-from common.evaluation import Policy, evaluate, record
-from common.flags import RANGES, UsageError, check_env, check_range, flag_and_value, read_flags
-from common.processes import STOP_SIGNALS, Lasting, WorkerError
+from common.processes import WorkerError, on_signals
+from common.vec_env import env_spaces
 
-PRINT_INTERVAL = 30  # seconds between two lines where there is no terminal for a progress bar
+LOG_SECONDS = 2  # between two points of the curves
+PRINT_SECONDS = 30  # between two lines, where there is no terminal for a progress bar
 
 
-# ------------------------------------------------------------------------------------------------------ script
+@dataclasses.dataclass
+class RunArgs:
+    """The flags of every trainer that have nothing to do with its algorithm."""
+
+    env_id: str = "PongNoFrameskip-v4"
+    """any Gymnasium id, `module:Id` included"""
+    env_kwargs: str = "{}"
+    """JSON: keyword arguments for the environment"""
+    run_dir: str | None = None
+    """a new folder; None: runs/<env-id>__<script>__<seed>__<time>"""
+    checkpoint_interval: int = 250_000
+    """agent steps between checkpoints"""
+    resume: str | None = None
+    """run directory to go on from; flags given beside it override the run's own"""
+    evaluate: str | None = None
+    """run directory to evaluate; trains nothing"""
+    eval_episodes: int = 30
+    """episodes to evaluate when training ends, all in parallel; 0: none"""
+    record: bool = False
+    """write agent.gif of one more episode into the run directory"""
 
 
-@contextlib.contextmanager
-def lasting_output() -> Iterator[None]:
-    with contextlib.redirect_stdout(Lasting(sys.stdout)), contextlib.redirect_stderr(Lasting(sys.stderr)):
-        try:
-            yield
-        finally:  # what Python itself cannot write at its end is an error
-            sys.stdout.flush()
-            sys.stderr.flush()
+def usage_error(message: str) -> NoReturn:
+    """End with exit status 2."""
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
-@lasting_output()
-def run_script(
-    script: str,
-    argv: list[str] | None,
-    parse: Callable[[list[str] | None], tuple[Any, dict | None]],
-    train: Callable[[Any, dict | None], int],
-    make_model: Callable[[Any], nn.Module],
-    make_policy: Callable[[nn.Module, Any], Policy],
-) -> int:
-    """Run the command line: train, or evaluate what was learned. Returns the exit status."""
-    keep_freed_memory()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is wrong with the arguments is said in one line
-            args, checkpoint = parse(argv)
-        if checkpoint:  # or refuse it, before anything is started
-            load_part("model", model := make_model(args), checkpoint, args)
-        if args.evaluate:
-            torch.manual_seed(args.seed)
-            evaluate_run(script, args, functools.partial(make_policy, model, args))
-            return 0
-        model = None  # training makes its own
-        with only_writer(args.run_dir):
-            if checkpoint and checkpoint["file"] != file_number(args.run_dir):
-                raise UsageError(f"--resume {args.run_dir}: another process has just saved there; try again")
-            return train(args, checkpoint)
-    except (UsageError, WorkerError, FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-        usage, text = isinstance(error, UsageError), str(error) or "out of memory"
-        print(f"{script}.py: {' '.join(text.split()) if usage else text}", file=sys.stderr)
-        return 2 if usage else 1
-    except KeyboardInterrupt:  # before training has begun, or while --evaluate plays
-        return 130
-
-
-# ------------------------------------------------------------------------------------------------------ flags
-
-
-def read_args(
+def parse_args(
     script: str,
     argv: list[str] | None,
     default: Any,
     description: str,
-    presets: dict[str, dict[str, Any]],
-    auto: Callable[[Any, gym.Env], str],
-    fixed: tuple[str, ...] = (),
-) -> tuple[Any, dict | None, gym.Env]:
-    """The flags, each in its range, with the constants of a preset where none is given beside it.
+    presets: dict[str, dict],
+    pick_preset: Callable,
+) -> tuple[Any, gym.Space, gym.Space]:
+    """The flags, and the spaces of observations and of actions that they lead to.
+
+    A flag that is not given has the value of the run of --resume or --evaluate, or of the preset.
 
     Args:
         default: an instance of the trainer's dataclass.
-        auto: names the preset that fits the flags and the environment, for --preset auto.
-        fixed: flags that stay as they are in the run that --resume or --evaluate names, besides preset and arch.
-
-    Returns: the flags, the checkpoint of --resume or --evaluate, and the environment, closed, for its spaces.
-
-    Raises:
-        UsageError: one of them cannot be used.
+        pick_preset: (args, observations, actions) → the preset of --preset auto.
     """
-    args, checkpoint = read_flags(argv, default, description), None
-    if args.resume or args.evaluate:
-        args, checkpoint = read_run(script, argv, args, ("preset", "arch", *fixed))
-    env = check_env(args)
-    if checkpoint is None:  # the flags again, on top of the constants of the preset
-        preset = auto(args, env) if args.preset == "auto" else args.preset
-        args = read_flags(argv, type(args)(**presets[preset]), description)
-        args.preset = preset
-    for bounds, names in RANGES.items():
-        check_range(args, " ".join(n for n in names.split() if getattr(args, n, None) is not None), *bounds)
-    return args, checkpoint, env
-
-
-def read_run(script: str, argv: list[str] | None, args: Any, fixed: tuple[str, ...]) -> tuple[Any, dict]:
-    """The flags and the checkpoint of the run that --resume or --evaluate names; flags in `argv` override its own.
-
-    Raises:
-        UsageError: the run cannot be used, or a flag of `fixed` is not as the run has it.
-    """
-    if args.resume and args.evaluate:
-        raise UsageError("--resume and --evaluate exclude each other")
-    flag, folder = ("--resume", args.resume) if args.resume else ("--evaluate", args.evaluate)
-    checkpoint = load_checkpoint(script, flag, folder)
-    own = {"run_dir": folder, "record": False, "resume": None, "evaluate": None}
+    argv = plain_flags(sys.argv[1:] if argv is None else argv)
+    args = tyro.cli(type(default), args=argv, default=default, description=description)
+    if folder := args.resume or args.evaluate:
+        path = Path(folder) / "args.json"
+        if not path.exists():
+            usage_error(f"{folder} is no run directory: there is no {path}")
+        past = json.loads(path.read_text())
+        past |= {"run_dir": folder, "resume": None, "evaluate": None, "record": False}
+        if args.evaluate:
+            past["eval_episodes"] = default.eval_episodes
+        known = {field.name for field in dataclasses.fields(default)} & past.keys()
+        past = {name: tuple(x) if isinstance(x := past[name], list) else x for name in known}
+        args = tyro.cli(type(default), args=argv, default=dataclasses.replace(default, **past))
+    elif args.run_dir is None:
+        name = f"{args.env_id}__{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        args.run_dir = f"runs/{name.replace('/', '-').replace(':', '-')}"
+    elif (Path(args.run_dir) / "args.json").exists():
+        usage_error(
+            f"--run-dir {args.run_dir} holds a run; --resume {args.run_dir} goes on with it"
+        )
+    given = {"run_dir": args.run_dir, "resume": args.resume, "evaluate": args.evaluate}
+    # before an environment can change the working directory
+    folders = {name: os.path.abspath(folder) for name, folder in given.items() if folder}
     try:
-        past = type(args)(**checkpoint["args"] | own)
-    except TypeError as error:
-        raise UsageError(f"{flag} {folder}: it is from another version of {script}.py: {error}") from error
-    if args.evaluate and not past.eval_episodes:
-        past.eval_episodes = type(args).eval_episodes
-    args = read_flags(argv, past, "")
-    if args.evaluate and not (args.eval_episodes or args.record):
-        raise UsageError("--eval-episodes 0: without --record there is nothing to do")
-    for name in ("env_id", "run_dir", *fixed):
-        if getattr(args, name) == "auto":  # what it was when the run began
-            setattr(args, name, getattr(past, name))
-        if getattr(args, name) != getattr(past, name):
-            raise UsageError(f"{flag_and_value(args, name)}: {flag} {folder} has {getattr(past, name)}")
-    if args.resume and not all(checkpoint[key] for key in checkpoint if key.startswith("optimizer")):
-        raise UsageError(f"--resume {folder}: its checkpoint holds a network alone, for --evaluate")
-    if args.resume and checkpoint["step"] >= args.total_steps:
-        done = f"it has done {checkpoint['step']:,} of {args.total_steps:,} steps"
-        raise UsageError(f"--resume {folder}: {done}; a larger --total-steps goes on from there")
-    return args, checkpoint
+        observations, actions = env_spaces(args.env_id, args.env_kwargs)
+    except (gym.error.Error, ImportError, TypeError, ValueError) as error:
+        usage_error(f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}: {error}")
+    if not folder:
+        preset = pick_preset(args, observations, actions) if args.preset == "auto" else args.preset
+        default = dataclasses.replace(default, **presets[preset])
+        args = tyro.cli(type(default), args=argv, default=default)
+        args.preset = preset
+    vars(args).update(folders)
+    return args, observations, actions
 
 
-def keep_freed_memory() -> None:
-    """Let glibc keep memory that is freed: it would return it to the system at each step, and page it in again."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-        libc.mallopt(M_TRIM_THRESHOLD, 1 << 28)
-        libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)
-
-
-# --------------------------------------------------------------------------------------------------------- run
-
-
-def make_run_dir(script: str, args: Any) -> None:
-    """Make the new folder `args.run_dir`, named after the run where that is None.
-
-    Raises:
-        UsageError: it exists or cannot be made.
-    """
-    name = f"{args.env_id}__{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    default, given, tries = str(Path("runs") / re.sub(r"[^\w.-]", "-", name)), args.run_dir, 1
-    while True:
-        args.run_dir = given or (default if tries == 1 else f"{default}-{tries}")
+def plain_flags(argv: list[str]) -> list[str]:
+    """`--total-steps 1e6` as 1000000, and `--clip-rewards False` as --no-clip-rewards."""
+    plain: list[str] = []
+    for word in argv:
+        if word in ("True", "False") and plain and plain[-1].startswith("--"):
+            if word == "False":
+                plain[-1] = plain[-1].replace("--", "--no-", 1)
+            continue
         try:
-            return Path(args.run_dir).mkdir(parents=True)
-        except OSError as error:
-            if given or not Path(args.run_dir).exists():
-                raise UsageError(f"--run-dir {args.run_dir}: {error.strerror}") from error
-        tries += 1  # another run was started in the same second
+            whole = "e" in word and float(word).is_integer()
+        except ValueError:
+            whole = False
+        plain.append(str(int(float(word))) if whole else word)
+    return plain
 
 
-def to_float(value: Any) -> float:
-    """A number, or the mean of a tensor: taken only where it is logged, not at every update."""
-    return float(value.detach().mean() if isinstance(value, Tensor) else value)
+def pick_device(name: str) -> torch.device:
+    """The device of --device; auto: CUDA where there is any."""
+    if name == "cuda" and not torch.cuda.is_available():
+        usage_error("--device cuda: PyTorch finds no CUDA device")
+    return torch.device(
+        ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    )
+
+
+def load_checkpoint(script: str, folder: str, **parts: Any) -> dict[str, Any]:
+    """Load the states of the parts from a run directory, and return the whole checkpoint.
+
+    Code that a checkpoint may hold is not run. An optimizer keeps the constants of the flags.
+    """
+    path = Path(folder) / "checkpoint.pt"
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    if checkpoint["script"] != script:
+        usage_error(f"{path} was written by {checkpoint['script']}.py, not by {script}.py")
+    for name, part in parts.items():
+        try:
+            state = checkpoint[name]
+            if isinstance(part, torch.optim.Optimizer):
+                state = state | {"param_groups": part.state_dict()["param_groups"]}
+            part.load_state_dict(state)
+        except (KeyError, RuntimeError, ValueError) as error:
+            usage_error(f"{path}: its {name} does not fit these flags: {error}")
+    return checkpoint
 
 
 class Run:
-    """A context around training: counts and logs, saves when it should, and evaluates at the end.
+    """A run directory with args.json, curves, checkpoint.pt and summary.json; a context.
+
+    SIGINT and SIGTERM set `stopped`; a second one, later than a second after it, ends at once. When
+    the context ends the last checkpoint is written, also after a failure.
 
     Args:
-        parts: what a checkpoint saves, by name: model, optimizer and whatever else has a state_dict.
-        make_policy: makes, of the model and the flags, the policy that is evaluated when training is complete.
-        checkpoint: where to go on; None starts afresh.
-        quiet: makes a context in which nobody changes the parts, and that gives the step they are at, or None.
-        log_interval: updates between two points in TensorBoard.
+        parts: what checkpoints hold, by name, a `model` among it. --resume loads it.
     """
 
-    def __init__(
-        self,
-        script: str,
-        args: Any,
-        parts: dict[str, Any],
-        make_policy: Callable[[nn.Module, Any], Policy],
-        checkpoint: dict | None,
-        quiet: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-        log_interval: int = 100,
-    ) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes a second, which no worker process needs to spend
+    def __init__(self, script: str, args: Any, **parts: Any) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second, which no worker needs
 
-        self.script, self.args, self.dir = script, args, Path(args.run_dir)
-        self.parts, self.quiet, self.log_interval = parts, quiet, log_interval
-        self.new_policy = functools.partial(make_policy, parts["model"], args)
+        self.script, self.args, self.parts = script, args, parts
         self.step = self.updates = self.episodes = self.signal = 0
-        self.wall_seconds, self.returns = 0.0, deque(maxlen=100)  # of the last 100 episodes
-        self.scalars: dict[str, Any] = {}  # of the last update
-        self.uncounted: list[tuple[float, float]] = []  # (return, length) of episodes of steps that are not counted yet
-        self.finished: list[tuple[float, float]] = []  # of those since the last point
-        if checkpoint:
-            self._restore(checkpoint)
-        self.first_step = self.saved_step = self.logged_step = self.step
-        self.started = self.logged_time = self.printed_time = time.monotonic()
-        numbers = [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]  # nohup
-        self.handlers = {n: signal.signal(n, self._on_signal) for n in numbers}
+        self.started = time.monotonic()  # moved back by the time of earlier parts of the run
+        self.returns: deque[float] = deque(maxlen=100)
+        self.finished: list[tuple[float, int]] = []  # episodes since the last point of the curves
+        if args.resume:
+            checkpoint = load_checkpoint(script, args.resume, **parts)
+            self.step, self.updates = checkpoint["step"], checkpoint["updates"]
+            self.episodes, self.returns = checkpoint["episodes"], deque(checkpoint["returns"], 100)
+            self.started -= checkpoint["wall_seconds"]
+        self.dir = Path(args.run_dir)
+        self.dir.mkdir(parents=True, exist_ok=True)
         write_json(self.dir / "args.json", dataclasses.asdict(args))
-        self.writer = SummaryWriter(str(self.dir), purge_step=self.step + 1 if checkpoint else None)
+        self.writer = SummaryWriter(args.run_dir, purge_step=self.step + 1)
         print(f"run directory: {self.dir}", flush=True)
-        options = {"unit": "step", "unit_scale": True, "dynamic_ncols": True, "disable": not sys.stderr.isatty()}
-        self.bar = tqdm(total=args.total_steps, initial=self.step, **options)
-
-    def _restore(self, checkpoint: dict) -> None:
-        for name, part in self.parts.items():
-            load_part(name, part, checkpoint, self.args)
-        torch.set_rng_state(checkpoint["torch_rng"])
-        if checkpoint["cuda_rng"] is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(checkpoint["cuda_rng"])
-        for name in COUNTS:
-            setattr(self, name, checkpoint[name])
-        self.returns.extend(checkpoint["returns"])
-
-    def _on_signal(self, number: int, frame: Any) -> None:
-        self.signal = number  # training stops after this update and saves; a second signal ends it at once
-        hangup = number == signal.SIGHUP  # which the system sends, and then the shell once more
-        signal.signal(number, signal.SIG_IGN if hangup else signal.SIG_DFL)
+        self.bar = tqdm(
+            total=args.total_steps,
+            initial=self.step,
+            unit="step",
+            unit_scale=True,
+            disable=not sys.stderr.isatty(),
+        )
+        self.first_time = 0.0  # of the first step, which speeds count from
+        self.saved_step = self.step
 
     @property
     def stopped(self) -> bool:
         return self.signal != 0
 
     @property
-    def exit_status(self) -> int:
-        return 128 + self.signal if self.signal else 0
-
-    @property
-    def seconds(self) -> float:
-        """Wall-clock time of the run, earlier parts included."""
-        return self.wall_seconds + time.monotonic() - self.started
-
-    def count_episodes(self, returns: np.ndarray, lengths: np.ndarray) -> None:
-        """Take note of episodes that ended: their raw returns and their lengths in agent steps.
-
-        They count with the next update or `advance`, so that a failure before it leaves steps and episodes in accord.
-        """
-        self.uncounted.extend(zip(returns.tolist(), lengths.tolist(), strict=True))
-
-    def count_update(self, step: int, scalars: dict[str, Any]) -> None:
-        """Take note of an update; now and then log the scalars, show the progress and write a checkpoint."""
-        self._advance(step)
-        self.updates += 1
-        self.scalars = scalars
-        if self.updates % self.log_interval == 0 and step > self.logged_step:  # several updates may have one step
-            self._log()
-        self._save_if_due()
-
-    def advance(self, step: int) -> None:
-        """Take note of steps without an update; now and then show the progress and write a checkpoint."""
-        self._advance(step)
-        if step > self.logged_step and time.monotonic() - self.logged_time > PRINT_INTERVAL:
-            self._log()  # no update has done so
-        self._save_if_due()
-
-    def _save_if_due(self) -> None:
-        if self.step - self.saved_step >= self.args.checkpoint_interval:
-            self.save()
-
-    def _advance(self, step: int) -> None:
-        self.bar.update(step - self.step)
-        self.step = step
-        self.episodes += len(self.uncounted)
-        self.returns.extend(episode_return for episode_return, _ in self.uncounted)
-        self.finished += self.uncounted
-        self.uncounted.clear()
-
-    def _log(self) -> None:
-        now, total = time.monotonic(), self.args.total_steps
-        speed = (self.step - self.logged_step) / max(now - self.logged_time, 1e-9)
-        self.logged_step, self.logged_time = self.step, now
-        scalars = self.scalars | {"charts/SPS": speed}
-        if self.finished:
-            scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(self.finished, axis=0)
-            self.finished.clear()
-            scalars["charts/return_last_100"] = np.mean(self.returns)
-        for tag, value in scalars.items():
-            self.writer.add_scalar(tag, to_float(value), self.step)
-        mean = f"return {np.mean(self.returns):.2f}" if self.returns else "no episode yet"
-        self.bar.set_postfix_str(mean, refresh=False)
-        if self.bar.disable and now - self.printed_time > PRINT_INTERVAL:
-            left = tqdm.format_interval((total - self.step) / max(speed, 1e-3))
-            print(f"step {self.step:,} of {total:,}, {speed:,.0f} steps/s, {mean}, {left} left", flush=True)
-            self.printed_time = now
-
-    def event(self, text: str) -> None:
-        """Print something worth knowing and put it into TensorBoard."""
-        tqdm.write(text)
-        self.writer.add_text("events", text, self.step)
-
-    def save(self) -> None:
-        """Write checkpoint.pt beside the old one and rename it, so that a kill at any instant leaves a whole one.
-
-        Raises: OSError: it cannot be written. FloatingPointError: there is something in it that is not finite.
-        The old one is still there then.
-        """
-        temporary = self.dir / "checkpoint.pt.tmp"
-        try:
-            self._write(temporary)
-            temporary.replace(self.dir / "checkpoint.pt")
-        except (OSError, RuntimeError) as error:
-            raise OSError(f"{self.dir}: the checkpoint cannot be written: {error}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
-        self.saved_step = self.step
-
-    def _write(self, temporary: Path) -> None:
-        with Remembering(io.FileIO(temporary, "wb")) as file:
-            with self.quiet() as step:
-                if step is not None:
-                    self._advance(step)
-                state = {"script": self.script, "args": dataclasses.asdict(self.args)}
-                state |= {"step": self.step, "updates": self.updates, "episodes": self.episodes}
-                state |= {"wall_seconds": self.seconds, "returns": list(self.returns)}
-                state |= {"torch_rng": torch.get_rng_state()}
-                state |= {"cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None}
-                states = {name: part.state_dict() for name, part in self.parts.items()}
-                learned = (nn.Module, torch.optim.Optimizer)  # but no memory, parts of which may never be read
-                if not all(all_finite(states[name]) for name, part in self.parts.items() if isinstance(part, learned)):
-                    raise FloatingPointError("the network has numbers that are not finite; they are not saved")
-                try:
-                    torch.save(state | states, file)
-                except RuntimeError as error:
-                    raise file.error or error from None
-            file.flush()
-            os.fsync(file.fileno())
+    def complete(self) -> bool:
+        return self.step >= self.args.total_steps
 
     def __enter__(self) -> Run:
+        self.handling = on_signals(self._stop)
+        self.handling.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, FloatingPointError):
-            error.args = (f"step {self.step:,}: {error}",)
+    def _stop(self, number: int) -> None:
+        now = time.monotonic()
+        if self.stopped and now - self.stopped_at > 1:  # `timeout` sends each signal twice
+            sys.exit(128 + number)
+        self.signal, self.stopped_at = number, now
+
+    def log_episode(self, episode_return: float, length: int) -> None:
+        """Count an episode: its raw return, and its length in agent steps."""
+        self.episodes += 1
+        self.returns.append(float(episode_return))
+        self.finished.append((float(episode_return), int(length)))
+
+    def log_update(self, step: int, **losses: Any) -> None:
+        """Count an update, after which `step` agent steps have been taken."""
+        self.updates += 1
+        self.log_step(step, **losses)
+
+    def log_step(self, step: int, **losses: Any) -> None:
+        """Count agent steps; now and then draw a point of the curves, and save."""
+        self.time = time.monotonic()
+        if not self.first_time and step > self.step:
+            self.first_step = self.logged_step = step
+            self.first_time = self.logged = self.printed = self.time
+        self.bar.update(step - self.step)
+        self.step = step
+        if self.first_time and self.time - self.logged > LOG_SECONDS:
+            self._log(**losses)
+        if step - self.saved_step >= self.args.checkpoint_interval:
+            self.save()
+
+    def _log(self, **losses: Any) -> None:
+        speed = (self.step - self.logged_step) / (self.time - self.logged)
+        scalars = {f"losses/{name}": mean(x) for name, x in losses.items()}
+        scalars["charts/SPS"] = speed
+        if self.finished:
+            scalars["charts/episodic_return"] = np.mean([x for x, _ in self.finished])
+            scalars["charts/episodic_length"] = np.mean([x for _, x in self.finished])
+            self.finished.clear()
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, value, self.step)
+        self.logged, self.logged_step = self.time, self.step
+        progress = f"return {np.mean(self.returns):.2f}" if self.returns else "no episode yet"
+        self.bar.set_postfix_str(progress)
+        if self.bar.disable and self.time - self.printed > PRINT_SECONDS:
+            left = tqdm.format_interval(
+                max(self.args.total_steps - self.step, 0) / max(speed, 1e-3)
+            )
+            steps = f"step {self.step:,} of {self.args.total_steps:,}, {speed:,.0f} steps/s"
+            print(f"{steps}, {progress}, {left} left", flush=True)
+            self.printed = self.time
+
+    def save(self) -> None:
+        """Write checkpoint.pt beside the old one and rename it: a kill leaves a whole one.
+
+        Raises: FloatingPointError: the network has numbers that are not finite; nothing is written.
+        """
+        if not all(x.isfinite().all() for x in self.parts["model"].state_dict().values()):
+            raise FloatingPointError("the network has numbers that are not finite; it is not saved")
+        state = {name: getattr(self, name) for name in ("script", "step", "updates", "episodes")}
+        state |= {"wall_seconds": time.monotonic() - self.started, "returns": list(self.returns)}
+        state |= {name: part.state_dict() for name, part in self.parts.items()}
+        torch.save(state, self.dir / "checkpoint.tmp")
+        os.replace(self.dir / "checkpoint.tmp", self.dir / "checkpoint.pt")
+        self.saved_step = self.step
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         try:
-            if kind is None or issubclass(kind, WorkerError):  # after any other failure the parameters may be damaged
-                self._finish()
-        except (FloatingPointError, OSError) as last:  # the checkpoint could not be written
-            if error is None:
-                raise
-            raise WorkerError(f"{error}\n{last}") from error
+            if error is None or isinstance(error, Exception):
+                self._finish("completed" if self.complete else "failed" if error else "interrupted")
         finally:
             self.bar.close()
             self.writer.close()
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
+            self.handling.__exit__(None, None, None)
+        if isinstance(error, WorkerError):
+            if self.stopped:  # a signal to the whole group may end workers, too
+                return True
+            print(f"{self.script}.py: {error}", file=sys.stderr)
+            raise SystemExit(1) from None
+        return False
 
-    def _finish(self) -> None:
-        if self.step > self.logged_step or self.finished:
-            self._log()
-        self.bar.close()
+    def _finish(self, status: str) -> None:
+        speed = 0.0
+        if self.first_time and self.time > self.first_time:
+            speed = (self.step - self.first_step) / (self.time - self.first_time)
+            if self.time > self.logged:
+                self._log()
         self.save()
-        complete = self.step >= self.args.total_steps
-        speed = (self.step - self.first_step) / (self.seconds - self.wall_seconds)
-        summary = {"script": self.script, "env_id": self.args.env_id, "seed": self.args.seed, "steps": self.step}
-        summary |= {"episodes": self.episodes, "wall_seconds": round(self.seconds, 1)}
-        summary |= {"steps_per_second": round(speed, 1)}
-        summary |= {"return_last_100": float(np.mean(self.returns)) if self.returns else None}
-        summary |= {"status": "completed" if complete else "interrupted", "eval": None}
+        summary = {
+            "script": self.script,
+            "env_id": self.args.env_id,
+            "seed": self.args.seed,
+            "steps": self.step,
+            "episodes": self.episodes,
+            "wall_seconds": time.monotonic() - self.started,
+            "steps_per_second": round(speed, 1),
+            "return_last_100": float(np.mean(self.returns)) if self.returns else None,
+            "status": status,
+        }
         write_json(self.dir / "summary.json", summary)
-        if not complete:
-            cause = f" by {signal.Signals(self.signal).name}" if self.signal else ""
-            print(f"stopped{cause} at step {self.step:,}; --resume {self.dir} goes on from there", flush=True)
-        elif result := evaluate_run(self.script, self.args, self.new_policy, lambda: self.stopped):
-            self.writer.add_scalar("eval/return_mean", result["mean"], self.step)
-        elif self.stopped:
-            print(f"training is complete, its evaluation was stopped; --evaluate {self.dir} does it", flush=True)
+        self.bar.close()
+        if status != "completed":
+            print(f"stopped at step {self.step:,}; --resume {self.dir} goes on from there")
 
 
-# -------------------------------------------------------------------------------------------------- evaluation
+def mean(x: Any) -> float:
+    return float(x.detach().float().mean() if isinstance(x, Tensor) else x)
 
 
-def evaluate_run(
-    script: str, args: Any, new_policy: Callable[[], Policy], stopped: Callable[[], bool] = lambda: False
-) -> dict[str, float] | None:
-    """Evaluate and record as --eval-episodes and --record say; the result goes into the run's summary.json."""
-    result, path = None, Path(args.run_dir) / "summary.json"
-    if args.eval_episodes and (result := evaluate(args, new_policy(), stopped)):
-        print("{episodes} episodes: {mean:.2f} ± {std:.2f}, from {min:.2f} to {max:.2f}".format(**result), flush=True)
-        summary = {"script": script, "env_id": args.env_id}
-        with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or what somebody made of it
-            summary |= json.loads(path.read_text())
-        write_json(path, summary | {"eval": result})
-    if args.record:
-        record(args, new_policy(), stopped)
-    return result
+def write_json(path: Path, content: dict) -> None:
+    """Write the file beside the old one and rename it: a kill leaves a whole one."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(temporary, path)
