@@ -25,7 +25,8 @@ Where the sources differ or are silent:
   threshold of 40 are the author's by e-mail, as public reproductions report it; g starts from 0.
 - The squared value error has the coefficient 0.25, where the formulas have 1: the author halved the
   critic's learning rate, and the reproductions have a coefficient.
-- The loss has the entropy of sec. 4, which Algorithm S3 leaves out. All sums are sums, not means.
+- The loss has the entropy of sec. 4, which Algorithm S3 leaves out. Gradients are summed
+  over the rollout, not averaged.
 - α falls to zero over T_max by the global step.
 - A Gaussian's entropy is the one that sec. 9 prints, of one dimension.
 - Rewards are clipped to [-1, 1]; reports differ.
@@ -33,9 +34,8 @@ Where the sources differ or are silent:
 Departures:
 - A time limit does not cut the return: it bootstraps from V of the final observation. Sec. 9 learns
   from whole episodes and never bootstraps: `--no-bootstrap-limits` and a large `--t-max`.
-- The LSTM of sec. 9 is there with `--lstm` only, and pictures always get the networks of sec. 8.
-- 0.01 is added to a Gaussian's σ². Its [-1, 1] is stretched to the bounds of the actions and
-  clipped there.
+- Sec. 9 always has an LSTM; here it needs `--lstm`. Its networks for pictures are left out.
+- 0.01 is added to a Gaussian's σ². Box actions are mapped from [-1, 1] to their bounds and clipped.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
 - One process a core, where the paper has 16.
 - Vectors with Discrete actions are ours, and so are the presets but for `atari`.
@@ -341,7 +341,8 @@ def actor_learner(
     Args:
         first_step: T when this process was started.
         model, optimizers: θ and the statistics, shared by all processes.
-        counts: (n_processes,) int64, shared: steps of each process, whose sum is T.
+        counts: (n_processes,) int64, shared: steps of each process, whose sum is T. The first one
+            has those of earlier parts of the run.
         ending: (1,) bool, shared: all processes are to end.
         parent: connection for reports of episodes and losses.
     """

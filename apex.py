@@ -36,11 +36,13 @@ Departures:
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do (50,000 in
   the paper), 0 to 30 no-ops, three black frames in the first stack.
 - Each frame is stored once and not compressed; the paper has PNGs.
-- Each environment has its own share of the memory, with 4 % to spare. Where more than that is added
-  between two removals, its own oldest transitions are overwritten.
+- Each environment has its own ring of frames, with 4 % to spare. Removal is first in, first out
+  over all of them only where actors are about as fast as each other: the ring of a faster one
+  overwrites its own oldest transitions.
 - Batches are drawn when they are needed, not ahead.
 - The learner takes transitions between two updates. An actor waits when 2 chunks of each of its
   environments have not been taken; the paper never blocks it.
+- The learner publishes θ every 10 updates, so what an actor fetches may be 10 updates old.
 - `--replay-ratio` holds actors and learner to a ratio; in the paper both run free, at about 0.78.
 - 50 million steps are 200 million frames; the paper has 22.8 billion.
 - The paper has no vectors: the MLP and the preset `vector` are ours.
@@ -141,7 +143,7 @@ class Args(RunArgs):
     replay_device: Literal["cpu", "cuda"] = "cpu"
     """where the frames of the replay memory are"""
     learning_starts: int = 50_000
-    """transitions in the replay memory before the first update"""
+    """transitions that the learner receives before the first update"""
     trim_interval: int = 100
     """updates between two removals of what exceeds the capacity"""
     replay_ratio: float | None = None
@@ -224,7 +226,7 @@ class QNetwork(nn.Module):
 
 
 def epsilon_of(epsilon: float, alpha: float, index: int, n: int) -> float:
-    """ε_i = ε^(1 + α i/(N-1)) of environment i of N, for good (sec. 4.1); ε where N is 1."""
+    """ε_i = ε^(1 + α i/(N-1)) of environment i of N, a constant (sec. 4.1); ε where N is 1."""
     return epsilon ** (1 + alpha * index / max(n - 1, 1))
 
 
@@ -245,7 +247,7 @@ def n_step_transitions(
         acted: False at the final observation of a truncated episode, which has a frame of its own.
     Returns: (m,) each:
         Σ_k γ^k R_{t+k+1} over up to n rewards, as many as the episode has.
-        What Q of the state after them counts: γ^k, or 0 where the episode has terminated.
+        The factor of Q of the state after them: γ^k, or 0 where the episode has terminated.
         k, the number of these rewards: that state is k frames later.
     """
     m = len(rewards) - n_step
@@ -324,12 +326,11 @@ class Batch(NamedTuple):
     """n transitions of the replay memory, (n,) or (n, ...) each."""
 
     indices: np.ndarray
-    priorities: np.ndarray
     obs: Tensor
     next_obs: Tensor
     actions: Tensor
     returns: Tensor
-    discounts: Tensor  # what Q of next_obs counts
+    discounts: Tensor  # factor of Q(next_obs)
     weights: Tensor
 
 
@@ -406,7 +407,7 @@ class Replay:
         tensors = (torch.as_tensor(column, device=self.device) for column in columns)
         obs = self.observations(indices)
         next_obs = self.observations(self.later(indices, rows["n_rewards"]))
-        return Batch(indices, self.tree[indices], obs, next_obs, *tensors)
+        return Batch(indices, obs, next_obs, *tensors)
 
     def observations(self, indices: np.ndarray) -> Tensor:
         """What the actor saw, (n, 4, 84, 84) uint8 or (n, d) float32, on the learner's device."""
@@ -418,10 +419,9 @@ class Replay:
         frames[np.nonzero(back > self.n_earlier[indices, None])] = 0  # before the first frame
         return frames.squeeze(1)  # which changes vectors only
 
-    def set_priorities(self, batch: Batch, errors: np.ndarray) -> None:
-        """Write a batch's priorities back, but for transitions that are gone by now."""
-        there = self.tree[batch.indices] == batch.priorities  # else removed, or another one
-        self.tree.update(batch.indices[there], priorities_of(errors[there], self.args))
+    def set_priorities(self, indices: np.ndarray, errors: np.ndarray) -> None:
+        """Write a batch's priorities back. Nothing has been added or removed since it was drawn."""
+        self.tree.update(indices, priorities_of(errors, self.args))
 
 
 # --- actor
@@ -554,7 +554,9 @@ class Actors:
         self.model.load_state_dict(model.state_dict())
 
     def receive(self, timeout: float) -> Iterator[Chunk]:
-        """The chunks that are there, or come within `timeout` seconds; each until the next one.
+        """The chunks that are there, or come within `timeout` seconds.
+
+        A chunk is valid until the next one is asked for.
 
         Raises: WorkerError: an actor died.
         """
@@ -653,7 +655,7 @@ def train(
             batch = replay.sample()  # id, τ ← Replay.Sample()
             # l ← ComputeLoss(τ; θ), θ ← UpdateParameters(l; θ), p ← ComputePriorities()
             errors, losses = update(model, target_model, optimizer, batch, args.max_grad_norm)
-            replay.set_priorities(batch, errors)  # Replay.SetPriority(id, p)
+            replay.set_priorities(batch.indices, errors)  # Replay.SetPriority(id, p)
             learned += args.batch_size
             losses["replay_size"] = replay.size
             losses["replay_ratio"] = learned / (step - first_step)  # 0.78 in the paper

@@ -21,7 +21,7 @@ Where the sources differ or are silent:
 - I_target = 40,000 and the 4 million frames over which ε falls are agent steps of all processes; as
   frames of the game they are `--target-interval 10000 --epsilon-steps 1000000`.
 - A process draws its final ε once, from {0.1, 0.01, 0.5} with probabilities {0.4, 0.3, 0.3}.
-- The error is squared as it is, without Huber loss or clipping; sums are sums, not means.
+- The error is squared as it is, without Huber loss or clipping. Sums over steps are no means.
 - α = 0.0007, ε = 0.1 inside RMSProp's root and a clipping threshold of 40 are A3C's, by e-mail of
   its author, as public reproductions report it; g starts from 0.
 - θ⁻ is copied from the shared θ, not from a snapshot.
@@ -58,8 +58,8 @@ from common.vec_env import env_seed, make_vec_env
 # What differs from Args, which has the constants for Atari.
 PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
-    # Vectors, ours: rewards of any size, and tasks that are learned in minutes. With async_q.py's
-    # final ε, or RMSProp's ε as well, some seeds fail on CartPole.
+    # Vectors, ours: rewards of any size, and tasks that are learned in minutes. With epsilon_finals
+    # of async_q.py, or with its rms_eps as well, some seeds fail on CartPole.
     "vector": {
         "total_steps": 1_000_000,
         "epsilon_steps": 100_000,
@@ -222,8 +222,9 @@ def actor_learner(
     Args:
         first_step: T when this process was started.
         model, target_model, optimizer: θ, θ⁻ and RMSProp's g, shared by all processes.
-        counts: (n_processes,) int64, shared: steps of each process, whose sum is T.
-        target_step: (1,) int64, shared: T when θ⁻ was copied last.
+        counts: (n_processes,) int64, shared: steps of each process, whose sum is T. The first one
+            has those of earlier parts of the run.
+        target_step: (1,) int64, shared: T when θ⁻ was copied last, or when the processes started.
         ending: (1,) bool, shared: all processes are to end.
         parent: connection for reports of episodes and losses.
     """

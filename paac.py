@@ -69,8 +69,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reward_scale": 0.1,
     },
     # Box actions, ours but for the weight of the entropy (Mnih et al. 2016, sec. 9). So small an ε
-    # makes each weight's step about α, whatever the size of the rewards. Found on HalfCheetah and
-    # Hopper, value_coef on Pendulum, which is only reliable with --entropy-coef 0.01.
+    # makes each weight's step about α, whatever the size of the rewards. value_coef was found on
+    # Pendulum, the rest on HalfCheetah and Hopper. Pendulum also needs --entropy-coef 0.01.
     "continuous": {
         "total_steps": 1_000_000,
         "n_envs": 16,
@@ -332,9 +332,8 @@ def train(
                 outputs.append(output)
                 values.append(value)
                 actions.append(action)
-                next_obs, reward, terminated, truncated, info = envs.step(
-                    action.cpu().numpy()
-                )  # l. 7-10
+                # l. 7-10
+                next_obs, reward, terminated, truncated, info = envs.step(action.cpu().numpy())
                 obs = to_device(next_obs, device)
                 rewards[t] = learned_rewards(reward, args)
                 dones[t] = terminated | truncated

@@ -32,12 +32,12 @@ This is the PPO of ChainerRL's code and of PFRL, its successor in PyTorch:
 Departures:
 - A time limit does not cut the return: it bootstraps from V of the final observation. PFRL's MuJoCo
   example cuts it (`--no-bootstrap-limits`).
-- α and ε are those of the rollout's first step, as in the code of Schulman et al.; PFRL's are those
-  of its last, so that the update that ends a run does next to nothing.
+- α and ε are those of the rollout's first step, as in the code of Schulman et al. PFRL's are those
+  of its last step, so that α is next to nothing in a run's last update.
 - Atari as in common/atari.py: losing a life does not end an episode, 0 to 30 no-ops, three black
   frames in the first stack.
-- A Gaussian's [-1, 1] is stretched to the bounds of the actions and clipped there.
-- No recurrent networks. Gaussians for images and Discrete actions for vectors are ours.
+- Box actions are mapped from [-1, 1] to their bounds and clipped there.
+- No recurrent networks. Gaussians for images are ours.
 - PyTorch computes convolutions on CUDA in TF32.
 """
 

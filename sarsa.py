@@ -1,9 +1,9 @@
 """Asynchronous one-step Sarsa (Mnih et al. 2016, sec. 4).
 
-Hogwild: every process acts ε-greedily in its own environment, on the shared parameters θ as they
-are at that moment; it has no snapshot. After every 5 steps, and where an episode ends, it applies
-the gradient of its last errors, also taken on θ as it is then, to θ without a lock. It differs from
-one-step Q-learning in the target, whose a' is the action that the process takes next:
+Hogwild: every process acts ε-greedily in its own environment, by the shared parameters θ as they
+are at that moment; it has no snapshot. After every 5 steps, and where an episode ends, it takes the
+gradient of the errors of these steps at the current θ and applies it to θ without a lock. One-step
+Q-learning has another target; here a' is the action that the process takes next:
 
     y = r + γ Q(s', a'; θ⁻),    y = r after the episode's last step
     L = Σ (y - Q(s, a; θ))²    over I_AsyncUpdate = 5 steps of the process
@@ -22,7 +22,7 @@ Where the sources differ or are silent:
 - I_target = 40,000 and the 4 million frames over which ε falls are agent steps of all processes; as
   frames of the game they are `--target-interval 10000 --epsilon-steps 1000000`.
 - A process draws its final ε once, from {0.1, 0.01, 0.5} with probabilities {0.4, 0.3, 0.3}.
-- The error is squared as it is, without Huber loss or clipping; sums are sums, not means.
+- The error is squared as it is, without Huber loss or clipping. Sums over steps are no means.
 - α = 0.0007, ε = 0.1 inside RMSProp's root and a clipping threshold of 40 are A3C's, by e-mail of
   its author, as public reproductions report it; g starts from 0.
 - As in Algorithm 1, a process goes on counting its 5 steps where an episode ends.
@@ -62,8 +62,8 @@ from common.vec_env import env_seed, make_vec_env
 # What differs from Args, which has the constants for Atari.
 PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
-    # Vectors, ours: rewards of any size, and tasks that are learned in minutes. The final ε and
-    # RMSProp's ε of async_q.py did no better on CartPole.
+    # Vectors, ours: rewards of any size, and tasks that are learned in minutes. epsilon_finals
+    # and rms_eps of async_q.py did no better on CartPole.
     "vector": {
         "total_steps": 1_000_000,
         "epsilon_steps": 100_000,
@@ -227,8 +227,9 @@ def actor_learner(
     Args:
         first_step: T when this process was started.
         model, target_model, optimizer: θ, θ⁻ and RMSProp's g, shared by all processes.
-        counts: (n_processes,) int64, shared: steps of each process, whose sum is T.
-        target_step: (1,) int64, shared: T when θ⁻ was copied last.
+        counts: (n_processes,) int64, shared: steps of each process, whose sum is T. The first one
+            has those of earlier parts of the run.
+        target_step: (1,) int64, shared: T when θ⁻ was copied last, or when the processes started.
         ending: (1,) bool, shared: all processes are to end.
         parent: connection for reports of episodes and losses.
     """

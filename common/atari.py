@@ -67,7 +67,7 @@ def make_atari_vec_env(
 
 
 def make_atari_env(spec: EnvSpec, env_kwargs: dict, render_mode: str | None = None) -> gym.Env:
-    """One game with the same observations, from Gymnasium's wrappers; it can be rendered."""
+    """One game from Gymnasium's wrappers: it can be rendered, and starts with 1 to 30 no-ops."""
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
     env = gym.make(spec, frameskip=1, render_mode=render_mode, **game_options(spec, env_kwargs))
     env = gym.wrappers.AtariPreprocessing(env, NOOP_MAX, FRAME_SKIP, SCREEN)

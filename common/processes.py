@@ -41,8 +41,8 @@ def _enter(target: Callable, *args: Any) -> None:
     parent = multiprocessing.parent_process()
     threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
-    # Signals to the whole group, Ctrl-C for instance, are the parent's to answer. Programs that an
-    # environment starts inherit that a signal is ignored, but not that a function handles it.
+    # The parent answers signals to the whole group, such as Ctrl-C. SIGTERM must not be ignored:
+    # programs that an environment starts would inherit that, and its close() could not end them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, only_in_this_process(lambda number: None))
     try:

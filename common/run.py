@@ -16,7 +16,6 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from torch import Tensor
 from tqdm import tqdm
 
 from common.processes import WorkerError, on_signals
@@ -77,6 +76,7 @@ def parse_args(
         if not path.exists():
             usage_error(f"{folder} is no run directory: there is no {path}")
         past = json.loads(path.read_text())
+        past |= presets.get(args.preset, {})  # of --preset, where it is given
         past |= {"run_dir": folder, "resume": None, "evaluate": None, "record": False}
         if args.evaluate:
             past["eval_episodes"] = default.eval_episodes
@@ -307,7 +307,7 @@ class Run:
 
 
 def mean(x: Any) -> float:
-    return float(x.detach().float().mean() if isinstance(x, Tensor) else x)
+    return torch.as_tensor(x).detach().float().mean().item()
 
 
 def write_json(path: Path, content: dict) -> None:

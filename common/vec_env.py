@@ -56,8 +56,8 @@ class VecEnv(VectorEnv):
     Args:
         env_fns: one function per environment, which makes it.
         n_workers: processes that share the environments; 0 steps all of them in this process.
-        env_spaces: those of each environment; None asks an environment, which is made for that
-            if there are workers.
+        env_spaces: those of each environment. None: with workers, one more environment is made
+            to ask for them.
 
     Raises: WorkerError: an environment or its worker has failed; here and in every call.
     """
@@ -90,7 +90,7 @@ class VecEnv(VectorEnv):
         if self._share:
             self._share.attach(shared, slice(0, n))
         self._workers, self._connections = [], []
-        # also where close() is forgotten, and before Python waits for the processes at its end
+        # ends the workers also where close() is forgotten, before Python waits for them at its end
         self._end = Finalize(self, _end, (self._workers, self._connections), exitpriority=1)
         awake = AWAKE if n_workers <= n_cores() else 0.0
         bounds = np.linspace(0, n, n_workers + 1).astype(int).tolist()
@@ -213,10 +213,7 @@ def _end(workers: list[mp.Process], connections: list[Any]) -> None:
 
 
 def env_seed(*key: int) -> int:
-    """A seed from several numbers, far away from those of other keys.
-
-    A vector environment adds i for environment i.
-    """
+    """A seed made of several numbers. A vector environment adds i for environment i."""
     return int(np.random.SeedSequence(key).generate_state(1)[0]) >> 2  # ALE takes 31 bits
 
 

@@ -2,10 +2,6 @@
 
 import os
 
-# Before torch is imported. Processes that tests start inherit it.
+# before torch is imported; processes that tests start inherit it
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-import torch
-
-torch.set_num_threads(1)

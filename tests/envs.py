@@ -92,9 +92,9 @@ class Simulator(gym.Env):
         self.happens("made")
         if slow:
             context = multiprocessing.get_context("fork")
-            self.child = context.Process(target=time.sleep, args=(600,), daemon=True)
+            self.child = context.Process(target=time.sleep, args=(120,), daemon=True)
             self.child.start()
-            self.program = subprocess.Popen(["sleep", "600"])
+            self.program = subprocess.Popen(["sleep", "120"])
             for process in (self.child, self.program):
                 note(log, "held", process.pid)
 

@@ -68,7 +68,7 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
-class Script:
+class Script(contextlib.AbstractContextManager):
     """A script in a process group of its own, of which nothing is left after the context."""
 
     def __init__(self, path, flags, folder):
@@ -86,9 +86,6 @@ class Script:
         self.pid = self.process.pid
         theirs.close()
         ready.recv()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *error):
         for process in self.members():

@@ -18,15 +18,17 @@ class Plain(gym.Env):
         pace: seconds that a step takes.
         log: a file that becomes one byte longer with each step.
         nan_at: the step whose reward is NaN.
+        folder: becomes the working directory, as simulators that run in their own one do.
     """
 
     action_space = spaces.Discrete(2)
     metadata = {"render_modes": ["rgb_array"], "render_fps": 30}  # noqa: RUF012
 
-    def __init__(self, size=3, pace=0.0, log=None, nan_at=0, render_mode=None):
+    def __init__(self, size=3, pace=0.0, log=None, nan_at=0, folder=".", render_mode=None):
         self.observation_space = spaces.Box(-1, 1, (size,), np.float32)
         self.pace, self.log, self.nan_at, self.render_mode = pace, log, nan_at, render_mode
         self.n_steps = 0
+        os.chdir(folder)
 
     def observation(self):
         return self.np_random.uniform(-1, 1, self.observation_space.shape).astype(np.float32)
@@ -83,14 +85,6 @@ class Simulator(Plain):
         self.program.wait()
 
 
-class Moves(Plain):
-    """Changes the working directory, as simulators that must run in their own folder do."""
-
-    def __init__(self, folder, **kwargs):
-        super().__init__(**kwargs)
-        os.chdir(folder)
-
-
 class Corridor(gym.Env):
     """Six cells. The second is the start; 0.2 at the left end, 1 at the right end, 4 steps away."""
 
@@ -110,5 +104,5 @@ class Corridor(gym.Env):
         return self.observation(), reward, reward > 0, False, {}
 
 
-for env in (Plain, Simulator, Moves, Corridor):
+for env in (Plain, Simulator, Corridor):
     gym.register(f"{env.__name__}-v0", env)

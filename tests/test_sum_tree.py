@@ -21,7 +21,6 @@ def tree_of(priorities: list[float] | np.ndarray, seed: int = 0) -> SumTree:
 def test_sums_after_random_updates(capacity: int) -> None:
     """Indices repeat, and half of the priorities are zero; the rest span 12 orders of magnitude."""
     rng, tree, dense = np.random.default_rng(capacity), SumTree(capacity), np.zeros(capacity)
-    assert tree.total == 0
     for _ in range(60):
         n = int(rng.integers(0, 2 * capacity + 2))
         indices = rng.integers(0, capacity, n)
@@ -39,7 +38,7 @@ def test_sums_after_random_updates(capacity: int) -> None:
 def test_frequencies_of_draws(capacity: int, n: int) -> None:
     """Chi-square with capacity - 1 degrees of freedom, its mean and 5 standard deviations."""
     priorities = np.random.default_rng(capacity).uniform(0.2, 3, capacity)
-    tree, rounds = tree_of(priorities, seed=1), 50 * capacity // n + 100
+    tree, rounds = tree_of(priorities, seed=1), 100 * capacity // n + 1000
     drawn = np.concatenate([tree.sample(n)[0] for _ in range(rounds)])
     expected = n * rounds * priorities / priorities.sum()
     statistic = (np.square(np.bincount(drawn, minlength=capacity) - expected) / expected).sum()
