@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -49,7 +50,7 @@ class RunArgs:
 
 def usage_error(message: str) -> NoReturn:
     """End with exit status 2."""
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    print(message, file=sys.stderr)
     sys.exit(2)
 
 
@@ -110,15 +111,13 @@ def plain_flags(argv: list[str]) -> list[str]:
     """`--total-steps 1e6` as 1000000, and `--clip-rewards False` as --no-clip-rewards."""
     plain: list[str] = []
     for word in argv:
-        if word in ("True", "False") and plain and plain[-1].startswith("--"):
-            if word == "False":
-                plain[-1] = plain[-1].replace("--", "--no-", 1)
-            continue
-        try:
-            whole = "e" in word and float(word).is_integer()
-        except ValueError:
-            whole = False
-        plain.append(str(int(float(word))) if whole else word)
+        if word == "False":
+            plain[-1] = plain[-1].replace("--", "--no-", 1)
+        elif word != "True":
+            with contextlib.suppress(ValueError, OverflowError):
+                if "e" in word and float(word) == int(float(word)):
+                    word = str(int(float(word)))
+            plain.append(word)
     return plain
 
 
@@ -211,8 +210,8 @@ class Run:
     def log_episode(self, episode_return: float, length: int) -> None:
         """Count an episode: its raw return, and its length in agent steps."""
         self.episodes += 1
-        self.returns.append(float(episode_return))
         self.finished.append((float(episode_return), int(length)))
+        self.returns.append(self.finished[-1][0])
 
     def log_update(self, step: int, **losses: Any) -> None:
         """Count an update, after which `step` agent steps have been taken."""
@@ -237,8 +236,8 @@ class Run:
         scalars = {f"losses/{name}": mean(x) for name, x in losses.items()}
         scalars["charts/SPS"] = speed
         if self.finished:
-            scalars["charts/episodic_return"] = np.mean([x for x, _ in self.finished])
-            scalars["charts/episodic_length"] = np.mean([x for _, x in self.finished])
+            means = np.mean(self.finished, axis=0)
+            scalars["charts/episodic_return"], scalars["charts/episodic_length"] = means
             self.finished.clear()
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, self.step)
@@ -272,7 +271,6 @@ class Run:
             if error is None or isinstance(error, Exception):
                 self._finish("completed" if self.complete else "failed" if error else "interrupted")
         finally:
-            self.bar.close()
             self.writer.close()
             self.handling.__exit__(None, None, None)
         if isinstance(error, WorkerError):

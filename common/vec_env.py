@@ -59,7 +59,7 @@ class VecEnv(VectorEnv):
         env_spaces: those of each environment. None: with workers, one more environment is made
             to ask for them.
 
-    Raises: WorkerError: an environment or its worker has failed; here and in every call.
+    Raises: WorkerError: a worker has failed; here and in every call.
     """
 
     def __init__(
