@@ -228,7 +228,7 @@ def find_spec(env_id: str) -> EnvSpec:
     if name not in gym.registry:
         meant = name.replace("Deterministic", "NoFrameskip")
         close = ", ".join(difflib.get_close_matches(meant, gym.registry, cutoff=0.5))
-        raise ValueError(f"there is no environment {name}; did you mean {close}?")
+        raise ValueError(f"there is no environment {name}; similar names: {close}")
     return gym.spec(name)
 
 

@@ -33,7 +33,7 @@ SMALL = {
 def small(name, n_processes, env="Plain", **env_kwargs):
     """Flags of a small run in an environment of tests/simulators.py."""
     flags, number = SMALL[name]
-    flags = [*flags, number, str(n_processes), "--env-id", f"tests.simulators:{env}-v0"]
+    flags = [*flags, number, str(n_processes), "--env-id", f"tests.simulators:Run-{env}-v0"]
     return [*flags, "--env-kwargs", json.dumps(env_kwargs), "--eval-episodes", "0"]
 
 

@@ -1,4 +1,4 @@
-"""Small environments for the tests that run a trainer; ids `tests.simulators:Name-v0`."""
+"""Small environments for the tests that run a trainer; ids `tests.simulators:Run-Name-v0`."""
 
 import multiprocessing
 import os
@@ -105,4 +105,4 @@ class Corridor(gym.Env):
 
 
 for env in (Plain, Simulator, Corridor):
-    gym.register(f"{env.__name__}-v0", env)
+    gym.register(f"Run-{env.__name__}-v0", env)

@@ -13,7 +13,7 @@ from gymnasium import spaces
 import common.evaluate
 from tests.helpers import checkpoint, run, summary
 
-FLAGS = ["--env-id", "tests.simulators:Corridor-v0", "--gamma", "0.9", "--reward-scale", "1"]
+FLAGS = ["--env-id", "tests.simulators:Run-Corridor-v0", "--gamma", "0.9", "--reward-scale", "1"]
 HOGWILD = ["--n-processes", "2", "--total-steps", "6000"]
 GREEDY = ["--epsilon-finals", "0", "--epsilon-probs", "1", "--epsilon-steps", "4000"]
 GREEDY += ["--target-interval", "100"]

@@ -142,7 +142,7 @@ def check_refused(name, run_dir, capfd):
         capfd.readouterr()
         assert run(name, flag, run_dir, "--env-kwargs", '{"size": 4}') == 2
         assert "model does not fit" in capfd.readouterr().err
-        assert run(other, flag, run_dir, "--preset", "auto") == 2
+        assert run(other, flag, run_dir) == 2
         line = capfd.readouterr().err
         assert f"written by {name}.py, not by {other}.py" in line and line.count("\n") == 1
     assert (run_dir / "checkpoint.pt").read_bytes() == kept
