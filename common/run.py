@@ -19,7 +19,7 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from common.processes import WorkerError, on_signals
+from common.processes import WorkerError, keep_freed_memory, on_signals
 from common.vec_env import env_spaces
 
 LOG_SECONDS = 2  # between two points of the curves
@@ -70,6 +70,7 @@ def parse_args(
         default: an instance of the trainer's dataclass.
         pick_preset: (args, observations, actions) → the preset of --preset auto.
     """
+    keep_freed_memory()
     argv = plain_flags(sys.argv[1:] if argv is None else argv)
     args = tyro.cli(type(default), args=argv, default=default, description=description)
     if folder := args.resume or args.evaluate:

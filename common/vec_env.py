@@ -32,7 +32,6 @@ from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import CloudpickleWrapper, batch_space
-from torch import Tensor
 from torch import multiprocessing as mp
 
 from common.atari import SCREEN, STACK, is_atari, make_atari_env, make_atari_vec_env
@@ -108,7 +107,7 @@ class VecEnv(VectorEnv):
             self._end()
             raise
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
+    def reset(self, *, seed=None, options=None) -> tuple:
         """Reset all environments, environment i with seed + i."""
         self._run("reset", seed, options)
         return self._obs.copy(), {}
@@ -161,13 +160,13 @@ class Share:
             self.close()
             raise
 
-    def attach(self, shared: list[Tensor], part: slice) -> None:
+    def attach(self, shared: list, part: slice) -> None:
         self.first = part.start
         arrays = [tensor.numpy()[part] for tensor in shared]
         self.obs, self.final_obs, self.actions = arrays[:3]
         self.rewards, self.terminations, self.truncations = arrays[3:]
 
-    def reset(self, seed: int | None, options: dict | None) -> None:
+    def reset(self, seed, options) -> None:
         for i, env in enumerate(self.envs):
             env_seed = None if seed is None else seed + self.first + i
             self.obs[i], _ = env.reset(seed=env_seed, options=options)
@@ -189,7 +188,7 @@ class Share:
 
 
 def work(
-    env_fns: CloudpickleWrapper, shared: list[Tensor], part: slice, connection: Any, awake: float
+    env_fns: CloudpickleWrapper, shared: list, part: slice, connection: Any, awake: float
 ) -> None:
     """A worker's life: do what the pipe says, until it ends."""
     with contextlib.closing(Share(env_fns.fn)) as share:
@@ -206,7 +205,7 @@ def work(
             getattr(share, method)(*args)
 
 
-def _end(workers: list[mp.Process], connections: list[Any]) -> None:
+def _end(workers: list, connections: list) -> None:
     for connection in connections:
         connection.close()  # which asks the workers to end
     stop(workers)
