@@ -151,7 +151,7 @@ def test_a_mistaken_id_says_what_to_write() -> None:
     mistakes = ["CartPole", "MontezumaRevengeDeterministic-v4", "Pong-v4", "tests.envs:Wlak-v0"]
     meant = ["CartPole-v1", "MontezumaRevengeNoFrameskip-v4", "PongNoFrameskip-v4", "Walk-v0"]
     for mistake, right in zip(mistakes, meant, strict=True):
-        with pytest.raises(ValueError, match=f"{mistake.split(':')[-1]}.*(mean|use) {right}"):
+        with pytest.raises(ValueError, match=f"{mistake.split(':')[-1]}.*(names:|use) {right}"):
             make_vec_env(mistake, 2, 0)
 
 
