@@ -411,9 +411,14 @@ def actor_learner(
                 episode_length = 0
                 states = local_model.initial_states
             if time.monotonic() - reported > 1:
-                losses = {"policy_loss": policy_loss.item(), "value_loss": value_loss.item()}
-                losses |= {"entropy": entropies.mean().item(), "grad_norm": grad_norm.item()}
-                parent.send(("losses", losses | {"learning_rate": lr}))
+                losses = {
+                    "policy_loss": policy_loss.item(),
+                    "value_loss": value_loss.item(),
+                    "entropy": entropies.mean().item(),
+                    "grad_norm": grad_norm.item(),
+                    "learning_rate": lr,
+                }
+                parent.send(("losses", losses))
                 reported = time.monotonic()
 
 

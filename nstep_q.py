@@ -287,8 +287,13 @@ def actor_learner(
                 episode_return = 0.0
                 episode_length = 0
             if time.monotonic() - reported > 1:
-                losses = {"td_loss": squares.mean().item(), "q_values": q_values.mean().item()}
-                losses |= {"grad_norm": grad_norm.item(), "epsilon": epsilon, "learning_rate": lr}
+                losses = {
+                    "td_loss": squares.mean().item(),
+                    "q_values": q_values.mean().item(),
+                    "grad_norm": grad_norm.item(),
+                    "epsilon": epsilon,
+                    "learning_rate": lr,
+                }
                 parent.send(("losses", losses))
                 reported = time.monotonic()
 

@@ -291,8 +291,13 @@ def actor_learner(
                 with torch.no_grad():
                     action = epsilon_greedy(model(obs), epsilon)  # of the new episode
             if time.monotonic() - reported > 1:
-                losses = {"td_loss": squares.mean().item(), "q_values": q_values.mean().item()}
-                losses |= {"grad_norm": grad_norm.item(), "epsilon": epsilon, "learning_rate": lr}
+                losses = {
+                    "td_loss": squares.mean().item(),
+                    "q_values": q_values.mean().item(),
+                    "grad_norm": grad_norm.item(),
+                    "epsilon": epsilon,
+                    "learning_rate": lr,
+                }
                 parent.send(("losses", losses))
                 reported = time.monotonic()
 

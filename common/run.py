@@ -73,7 +73,8 @@ def parse_args(
     keep_freed_memory()
     argv = plain_flags(sys.argv[1:] if argv is None else argv)
     args = tyro.cli(type(default), args=argv, default=default, description=description)
-    if folder := args.resume or args.evaluate:
+    folder = args.resume or args.evaluate
+    if folder:
         path = Path(folder) / "args.json"
         if not path.exists():
             usage_error(f"{folder} is no run directory: there is no {path}")
@@ -82,8 +83,8 @@ def parse_args(
         past |= {"run_dir": folder, "resume": None, "evaluate": None, "record": False}
         if args.evaluate:
             past["eval_episodes"] = default.eval_episodes
-        known = {field.name for field in dataclasses.fields(default)} & past.keys()
-        past = {name: tuple(x) if isinstance(x := past[name], list) else x for name in known}
+        past = {name: tuple(x) if isinstance(x, list) else x for name, x in past.items()}
+        past = {name: past[name] for name in vars(default) if name in past}
         args = tyro.cli(type(default), args=argv, default=dataclasses.replace(default, **past))
     elif args.run_dir is None:
         name = f"{args.env_id}__{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
@@ -94,7 +95,7 @@ def parse_args(
         )
     given = {"run_dir": args.run_dir, "resume": args.resume, "evaluate": args.evaluate}
     # before an environment can change the working directory
-    folders = {name: os.path.abspath(folder) for name, folder in given.items() if folder}
+    folders = {name: os.path.abspath(path) for name, path in given.items() if path}
     try:
         observations, actions = env_spaces(args.env_id, args.env_kwargs)
     except (gym.error.Error, ImportError, TypeError, ValueError) as error:
