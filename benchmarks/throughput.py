@@ -37,7 +37,6 @@ from common.processes import n_cores
 from common.vec_env import find_spec, make_vec_env
 
 ROOT = Path(__file__).resolve().parent.parent
-N_ENVS = {"paac": 32, "ppo_batch": 8}
 PEERS = {"paac": "sb3_a2c", "ppo_batch": "sb3_ppo"}
 PEERS |= dict.fromkeys(("a3c", "async_q", "nstep_q", "sarsa"), "pfrl_a3c")
 
