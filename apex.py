@@ -46,7 +46,8 @@ Departures:
 - `--replay-ratio` holds actors and learner to a ratio; in the paper both run free, at about 0.78.
 - 50 million steps are 200 million frames; the paper has 22.8 billion.
 - The paper has no vectors: the MLP and the preset `vector` are ours.
-- PyTorch computes convolutions on CUDA in TF32; everything else is float32, unless `--bfloat16`.
+- PyTorch computes convolutions on CUDA in TF32; everything else is float32, but for
+  what `--bfloat16` says.
 
 Steps are counted when the learner receives them; chunks under way at the end are lost. A resumed
 run fills its replay memory anew before it learns.
@@ -124,8 +125,8 @@ class Args(RunArgs):
     """threads of the learner; None: one for each core that no actor has, one for the MLP"""
     arch: Literal["auto", "nature", "mlp"] = "auto"
     """network; auto: nature for images, mlp for vectors"""
-    bfloat16: bool = False
-    """images: run the convolutions in bfloat16, faster where the processor has it"""
+    bfloat16: Literal["auto", "on", "off"] = "auto"
+    """images: run the convolutions in bfloat16; auto: on CPUs that have it (AVX-512, AMX)"""
     n_step: int = 3
     """n, rewards in a return"""
     epsilon: float = 0.4
@@ -212,7 +213,8 @@ class QNetwork(nn.Module):
     def forward(self, obs: Tensor) -> Tensor:
         """Observations (n, 4, 84, 84) uint8 or (n, d) float → (n, n_actions)."""
         if obs.dtype == torch.uint8:
-            obs = obs.contiguous(memory_format=torch.channels_last).float().div_(255)
+            dtype = torch.bfloat16 if self.bfloat16 else torch.float32
+            obs = obs.to(dtype, memory_format=torch.channels_last).div_(255)
             with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bfloat16):
                 features = self.trunk(obs)
             features = features.float()
@@ -708,6 +710,9 @@ def main(argv: list[str] | None = None) -> int:
     if not isinstance(actions, spaces.Discrete):
         usage_error(f"--env-id {args.env_id}: Discrete actions are needed, it has {actions}")
     device = pick_device(args.device)
+    if args.bfloat16 == "auto":
+        faster = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+        args.bfloat16 = "on" if faster else "off"
     if args.arch == "auto":
         args.arch = "nature" if len(observations.shape) == 3 else "mlp"
     if args.n_actors is None:
@@ -716,7 +721,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(args.learner_threads or n_threads)
 
     torch.manual_seed(args.seed)
-    model = QNetwork(observations, actions, args.arch, args.bfloat16).to(device)  # θ
+    model = QNetwork(observations, actions, args.arch, args.bfloat16 == "on").to(device)  # θ
     target_model = copy.deepcopy(model)  # θ⁻
     optimizer = CentredRMSProp(model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps)
 

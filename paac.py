@@ -28,7 +28,8 @@ Departures:
   in the first stack, truncation after half an hour.
 - The paper has no vectors and no continuous actions. The MLP, the normalisation of observations,
   the Gaussian and the presets `vector` and `continuous` are ours.
-- PyTorch computes convolutions on CUDA in TF32; everything else is float32, unless `--bfloat16`.
+- PyTorch computes convolutions on CUDA in TF32; everything else is float32, but for
+  what `--bfloat16` says.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from __future__ import annotations
 import os
 
 if __name__ == "__main__":  # idle OpenMP threads must sleep, not spin: environments need the cores
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 import contextlib
 import math
@@ -102,8 +103,8 @@ class Args(RunArgs):
     """n_w: threads (Atari) or processes (else; 0: none) that step them; None: 8, or fewer cores"""
     arch: Literal["auto", "nips", "nature", "mlp"] = "auto"
     """network; auto: nips for images, mlp for vectors"""
-    bfloat16: bool = False
-    """images: run all but the heads in bfloat16, faster where the processor has it"""
+    bfloat16: Literal["auto", "on", "off"] = "auto"
+    """images: run all but the heads in bfloat16; auto: on CPUs that have it (AVX-512, AMX)"""
     t_max: int = 5
     """steps of each environment between two updates"""
     learning_rate: float | None = None
@@ -206,7 +207,8 @@ class ActorCritic(nn.Module):
         Outputs of π: logits (n, n_actions), or means (n, action_dim).
         """
         if obs.dtype == torch.uint8:
-            obs = obs.contiguous(memory_format=torch.channels_last).float().div_(255)
+            dtype = torch.bfloat16 if self.bfloat16 else torch.float32
+            obs = obs.to(dtype, memory_format=torch.channels_last).div_(255)
             with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bfloat16):
                 hidden = self.trunk(obs)
             hidden = hidden.float()
@@ -300,7 +302,7 @@ class RMSProp(torch.optim.Optimizer):
             for p in group["params"]:
                 square = self.state[p]["square"].mul_(group["decay"])
                 square.addcmul_(p.grad, p.grad, value=1 - group["decay"])
-                p.addcdiv_(p.grad, (square + group["eps"]).sqrt_(), value=-group["lr"])
+                p.addcmul_(p.grad, (square + group["eps"]).rsqrt_(), value=-group["lr"])
 
 
 # --- training
@@ -410,9 +412,13 @@ def main(argv: list[str] | None = None) -> int:
     if args.arch == "mlp":
         torch.set_num_threads(1)  # two threads are twice as slow for so small a network
 
-    torch.manual_seed(args.seed)
     device = pick_device(args.device)
-    model = ActorCritic(observations, actions, args.arch, args.bfloat16).to(device)
+    if args.bfloat16 == "auto":
+        faster = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+        args.bfloat16 = "on" if faster else "off"
+
+    torch.manual_seed(args.seed)
+    model = ActorCritic(observations, actions, args.arch, args.bfloat16 == "on").to(device)
     optimizer = RMSProp(
         model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, initial_square=1.0
     )

@@ -141,11 +141,14 @@ class QNetwork(nn.Module):
         else:  # (n, d) → 200
             layers = [nn.Linear(observation_space.shape[0], 200), nn.ReLU(inplace=True)]
         q_values = nn.Linear(layers[-2].out_features, int(action_space.n))
-        self.layers = nn.Sequential(*layers, q_values)
+        layers.append(q_values)
+        self.layers = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster
 
     def forward(self, obs: Tensor) -> Tensor:
         """(n, 4, 84, 84) uint8 or (n, d) float → (n, n_actions)."""
-        return self.layers(obs.float() / 255 if obs.dtype == torch.uint8 else obs)
+        if obs.dtype == torch.uint8:
+            obs = obs.contiguous(memory_format=torch.channels_last).float().div_(255)
+        return self.layers(obs)
 
 
 # --- mathematics
@@ -204,7 +207,7 @@ class RMSProp(torch.optim.Optimizer):
             for p in group["params"]:
                 square = self.state[p]["square"].mul_(group["decay"])
                 square.addcmul_(p.grad, p.grad, value=1 - group["decay"])
-                p.addcdiv_(p.grad, (square + group["eps"]).sqrt_(), value=-group["lr"])
+                p.addcmul_(p.grad, (square + group["eps"]).rsqrt_(), value=-group["lr"])
 
 
 # --- training
@@ -260,7 +263,7 @@ def actor_learner(
                 with torch.no_grad():
                     next_q_values = target_model(last_obs)[0]
                     action = epsilon_greedy(model(last_obs), epsilon)  # a', by θ as it is now
-                r = float(learned_rewards(reward, args)[0])
+                r = learned_reward(float(reward[0]), args)
                 a = int(action[0])
                 targets.append(sarsa_target(r, bool(terminated[0]), next_q_values, a, args.gamma))
                 t += 1
@@ -366,8 +369,8 @@ def sync(parameters: list[Tensor], source: list[Tensor]) -> None:
     torch._foreach_copy_(parameters, source)
 
 
-def learned_rewards(rewards: np.ndarray, args: Args) -> np.ndarray:
-    return np.clip(rewards, -1, 1) if args.clip_rewards else rewards * args.reward_scale
+def learned_reward(reward: float, args: Args) -> float:
+    return min(max(reward, -1.0), 1.0) if args.clip_rewards else reward * args.reward_scale
 
 
 # --- main

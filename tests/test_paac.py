@@ -86,14 +86,15 @@ class StubRun:
     def __init__(self, model: nn.Module, optimizer: Any, step: int) -> None:
         self.model, self.optimizer, self.step, self.stopped = model, optimizer, step, False
         self.episodes: list[tuple[float, int]] = []
-        self.history: list[tuple[dict, dict, dict]] = []  # losses, θ, optimiser's by parameter
+        self.history: list[tuple[dict, dict, dict]] = []  # losses, θ, the optimiser's
 
     def log_episode(self, episode_return: float, length: int) -> None:
         self.episodes.append((float(episode_return), int(length)))
 
     def log_update(self, step: int, **losses: Any) -> None:
         losses = {key: torch.as_tensor(x).double().mean().item() for key, x in losses.items()}
-        optimizer = {k: self.optimizer.state[p] for k, p in self.model.named_parameters()}
+        states = list(self.optimizer.state.values())
+        optimizer = {key: torch.cat([x[key].flatten() for x in states]) for key in states[0]}
         now = losses | {"step": step}, self.model.state_dict(), optimizer
         self.history.append(copy.deepcopy(now))
         self.stopped = len(self.history) == 3
@@ -165,8 +166,9 @@ class SlowAgent:
         """θ, the optimiser's statistics, and mean and variance of the observations."""
         for name, p in self.params.items():
             torch.testing.assert_close(state[name].double(), p.detach(), **CLOSE)
-            for key, x in statistics.items():
-                torch.testing.assert_close(optimizer[name][key].double(), x[name], **CLOSE)
+        for key, x in statistics.items():
+            x = torch.cat([x[name].flatten() for name in self.params])
+            torch.testing.assert_close(optimizer[key].double(), x, **CLOSE)
         seen = np.array(self.seen, np.float64)
         np.testing.assert_allclose(state["trunk.mean"].numpy(), seen.mean(0), **CLOSE)
         np.testing.assert_allclose(state["trunk.var"].numpy(), seen.var(0), **CLOSE)

@@ -185,7 +185,7 @@ def test_train_is_batch_ppo(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kwargs = json.dumps({"ends": options.pop("ends"), "continuous": case == "continuous"})
     args = ppo_batch.Args("tests.test_paac:PaacWalk-v0", kwargs, **options)
     model = actor_critic(ppo_batch, "mlp", BOX_ACTIONS if case == "continuous" else 3)
-    optimizer = torch.optim.Adam(model.parameters(), 99.0, eps=args.adam_eps)
+    optimizer = torch.optim.Adam([ppo_batch.flatten(model)], 99.0, eps=args.adam_eps)
     slow = SlowPpo(model, args)
     order, minibatches = [], ppo_batch.minibatches
     watched = lambda *a: order.append(minibatches(*a)) or order[-1]  # noqa: E731
@@ -212,7 +212,7 @@ def test_first_ratio_is_1_for_images(monkeypatch: pytest.MonkeyPatch) -> None:
     args.minibatch_size, args.update_epochs = 8, 2
     model = actor_critic(ppo_batch, "nature", 3)
     model.policy.weight.data *= 100
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = torch.optim.Adam([ppo_batch.flatten(model)])
     run_train(ppo_batch, args, model, optimizer, t_max=4)
     for first, second in zip(log_ratios[::2], log_ratios[1::2], strict=True):
         assert first.abs().max() < 1e-5 < 1e-3 < second.abs().max()
