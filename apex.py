@@ -89,6 +89,17 @@ PUBLISH_INTERVAL = 10  # updates between two copies of θ for the actors
 # What differs from Args, which has the constants for Atari.
 PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
+    # Atari on two cores in half an hour, ours.
+    "short": {
+        "total_steps": 500_000,
+        "capacity": 200_000,
+        "learning_starts": 20_000,
+        "replay_ratio": 8.0,
+        "batch_size": 64,
+        "target_interval": 500,
+        "learning_rate": 1e-4,
+        "rms_eps": 1e-10,
+    },
     # Vectors, ours: rewards of any size, and tasks that are learned in minutes on any machine.
     "vector": {
         "total_steps": 500_000,
@@ -108,7 +119,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Args(RunArgs):
-    preset: Literal["auto", "atari", "vector"] = "auto"
+    preset: Literal["auto", "atari", "short", "vector"] = "auto"
     """constants of the algorithm, see PRESETS; auto: atari for images, else vector"""
     total_steps: int = 50_000_000
     """agent steps that the learner has received; 1 step = 1 action = 4 frames on Atari"""
@@ -121,8 +132,6 @@ class Args(RunArgs):
     """actor processes; None: with CUDA one per core but one, without it half the cores"""
     envs_per_actor: int = 16
     """environments that each actor steps together"""
-    learner_threads: int | None = None
-    """threads of the learner; None: one for each core that no actor has, one for the MLP"""
     arch: Literal["auto", "nature", "mlp"] = "auto"
     """network; auto: nature for images, mlp for vectors"""
     bfloat16: Literal["auto", "on", "off"] = "auto"
@@ -140,7 +149,7 @@ class Args(RunArgs):
     fetch_interval: int = 100
     """steps of each environment between two fetches of θ"""
     capacity: int | None = None
-    """transitions in the replay memory; None: 2 million, or what fits into 0.8 of free memory"""
+    """transitions in the replay memory; None: 2 million, or what fits into 0.7 of free memory"""
     replay_device: Literal["cpu", "cuda"] = "cpu"
     """where the frames of the replay memory are"""
     learning_starts: int = 50_000
@@ -153,8 +162,6 @@ class Args(RunArgs):
     """exponent of the priorities"""
     priority_beta: float = 0.4
     """exponent of the importance weights"""
-    priority_eps: float = 1e-6
-    """added to |δ|"""
     batch_size: int = 512
     """transitions per update"""
     target_interval: int = 2_500
@@ -338,7 +345,7 @@ class Batch(NamedTuple):
 
 def priorities_of(errors: np.ndarray, args: Args) -> np.ndarray:
     """p^α with p = |δ| + 1e-6, for the errors of actors and of the learner alike."""
-    return (np.abs(errors) + args.priority_eps) ** args.priority_alpha
+    return (np.abs(errors) + 1e-6) ** args.priority_alpha
 
 
 class Replay:
@@ -660,7 +667,6 @@ def train(
             errors, losses = update(model, target_model, optimizer, batch, args.max_grad_norm)
             replay.set_priorities(batch.indices, errors)  # Replay.SetPriority(id, p)
             learned += args.batch_size
-            losses["replay_size"] = replay.size
             losses["replay_ratio"] = learned / (step - first_step)  # 0.78 in the paper
             run.log_update(step, **losses)
             if run.updates % args.trim_interval == 0:
@@ -679,7 +685,7 @@ def pick_preset(args: Args, observations: gym.Space, actions: gym.Space) -> str:
 
 
 def pick_capacity(args: Args, space: spaces.Box) -> int:
-    """--capacity, or 2 million, or as many transitions as fit into 0.8 of the free memory."""
+    """--capacity, or 2 million, or as many transitions as fit into 0.7 of the free memory."""
     if pick_device(args.replay_device).type == "cuda":
         free = torch.cuda.mem_get_info()[0]
     else:
@@ -690,10 +696,9 @@ def pick_capacity(args: Args, space: spaces.Box) -> int:
                 for name in ("max", "current")
             )
             free = min(free, limit - used)
-        free -= 500e6 * (args.n_actors + 1)  # what actors and learner need themselves, roughly
-    n_bytes = math.prod(space.shape[-2:]) * space.dtype.itemsize + 28 + 32  # frame, rest, sum tree
+    n_bytes = math.prod(space.shape[-2:]) * space.dtype.itemsize + 60  # frame, transition, sum tree
     fit = int(free / SPARE / n_bytes)
-    capacity = args.capacity or min(2_000_000, int(0.8 * fit))
+    capacity = args.capacity or min(2_000_000, int(0.7 * fit))
     n_envs = args.n_actors * args.envs_per_actor
     least = n_envs * (args.chunk_size + args.n_step + STACK)
     if not least <= capacity <= fit:
@@ -717,8 +722,8 @@ def main(argv: list[str] | None = None) -> int:
         args.arch = "nature" if len(observations.shape) == 3 else "mlp"
     if args.n_actors is None:
         args.n_actors = max(1, n_cores() - 1 if device.type == "cuda" else n_cores() // 2)
-    n_threads = 1 if args.arch == "mlp" else max(1, n_cores() - args.n_actors)
-    torch.set_num_threads(args.learner_threads or n_threads)
+    if args.arch == "mlp":
+        torch.set_num_threads(1)  # two threads are twice as slow for so small a network
 
     torch.manual_seed(args.seed)
     model = QNetwork(observations, actions, args.arch, args.bfloat16 == "on").to(device)  # θ
@@ -729,10 +734,6 @@ def main(argv: list[str] | None = None) -> int:
         load_checkpoint("apex", args.evaluate, model=model)
     else:
         args.capacity = pick_capacity(args, observations)
-        print(
-            f"replay memory: {args.capacity:,} transitions;"
-            f" learning begins when it has {args.learning_starts:,}"
-        )
         with Run("apex", args, model=model, target_model=target_model, optimizer=optimizer) as run:
             train(args, run, observations, model, target_model, optimizer, device)
         if not run.complete:
