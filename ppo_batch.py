@@ -71,7 +71,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
     # Atari on two cores in a quarter of an hour, ours.
     "short": {
-        "total_steps": 1_500_000,
+        "total_steps": 2_000_000,
         "n_envs": 16,
         "arch": "nips",
         "update_interval": 2048,

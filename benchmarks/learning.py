@@ -1,7 +1,7 @@
 """Runs a suite of trainings side by side, and adds each to results/runs.csv when it is done.
 
     python benchmarks/learning.py small                             # an hour on two cores
-    python benchmarks/learning.py mujoco --trainers ppo_batch --seeds 1 2
+    python benchmarks/learning.py pong --trainers ppo_batch --seeds 1 2 3
     python benchmarks/results.py                                    # then: tables and pictures
 
 Interrupted, the same command goes on from the checkpoints in runs/<suite>/. A run that is in
@@ -38,24 +38,13 @@ MUJOCO = [f"{task}-v5" for task in ("HalfCheetah", "Hopper", "Walker2d", "Swimme
 
 # Constants for few cores and steps, where the trainer's own are for many.
 CATCH_Q = "--learning-rate 0.005 --epsilon-steps 50_000 --target-interval 2_000"
-PONG_Q = (
-    "--rms-eps 1e-5 --learning-rate 3e-4 --epsilon-finals 0.1 0.02 --epsilon-probs 0.5 0.5"
-    " --epsilon-steps 1_000_000 --target-interval 10_000"
-)
 CONSTANTS = {
     ("paac", "Pendulum-v1"): "--entropy-coef 0.01",
     ("a3c", CATCH): "--learning-rate 0.005",
     ("async_q", CATCH): CATCH_Q,
     ("nstep_q", CATCH): CATCH_Q,
     ("sarsa", CATCH): CATCH_Q,
-    ("a3c", PONG): "--t-max 20 --rms-eps 1e-5 --learning-rate 3e-4",
-    ("async_q", PONG): f"--update-interval 20 {PONG_Q}",
-    ("nstep_q", PONG): f"--t-max 20 {PONG_Q}",
-    ("sarsa", PONG): f"--update-interval 20 {PONG_Q}",
-    ("apex", PONG): "--learner-threads 2 --replay-ratio 8 --batch-size 64 --learning-rate 1e-4"
-    " --rms-eps 1e-10 --target-interval 500 --learning-starts 20_000 --capacity 200_000",
 }
-CONSTANTS |= {("paac", game): "--rms-eps 1e-10 --learning-rate 7e-4" for game in (PONG, *GAMES)}
 CONSTANTS |= {
     ("a3c", task): "--gamma 0.99 --learning-rate 1e-4 --rms-eps 1e-3 --reward-scale 0.1"
     " --entropy-coef 1e-3"
@@ -65,7 +54,7 @@ CONSTANTS |= {
 
 @dataclass
 class Args:
-    suite: tyro.conf.Positional[Literal["small", "pixels", "mujoco", "atari"]]
+    suite: tyro.conf.Positional[Literal["small", "pixels", "mujoco", "pong", "atari"]]
     """what to run"""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """runs of each task"""
@@ -74,13 +63,13 @@ class Args:
     env_ids: tuple[str, ...] = ()
     """only these; none named: all of the suite"""
     cores: int = n_cores()
-    """Hogwild and Ape-X take two, the others one"""
+    """Pong, Hogwild and Ape-X take two, the others one"""
     add: bool = True
     """add the runs to results/"""
 
 
-def tasks(suite: str) -> list[tuple[str, str, int]]:
-    """Trainer, environment and steps of each task of a suite."""
+def tasks(suite: str) -> list[tuple[str, str, int | None]]:
+    """Trainer, environment and steps of each task of a suite; None: those of --preset short."""
     if suite == "small":
         steps = {"paac": 200_000, "ppo_batch": 200_000, "a3c": 300_000, "apex": 300_000}
         cartpole = [(name, "CartPole-v1", steps.get(name, 400_000)) for name in TRAINERS]
@@ -92,22 +81,22 @@ def tasks(suite: str) -> list[tuple[str, str, int]]:
         return [(name, CATCH, 100_000) for name in (*HOGWILD, "ppo_batch")]
     if suite == "mujoco":
         return [(name, task, 2_000_000) for task in MUJOCO for name in ("ppo_batch", "a3c", "paac")]
-    pong = [(name, PONG, 720_000 if name == "apex" else 10_000_000) for name in TRAINERS]
-    return pong + [("paac", game, 10_000_000) for game in GAMES]
+    if suite == "pong":
+        return [(name, PONG, None) for name in TRAINERS]
+    return [("paac", game, None) for game in GAMES]
 
 
-def command(run_dir: Path, trainer: str, env_id: str, steps: int, seed: int) -> list[str]:
+def command(run_dir: Path, trainer: str, env_id: str, steps: int | None, seed: int) -> list[str]:
     """What starts a run, or goes on with it."""
     script = [sys.executable, str(ROOT / f"{trainer}.py")]
     if (run_dir / "checkpoint.pt").exists():
         return [*script, "--resume", str(run_dir)]
-    flags = ["--n-processes", "2"] if trainer in HOGWILD else ["--n-actors", "1"]
-    if trainer in ("paac", "ppo_batch"):
-        flags = ["--n-workers", "1" if "NoFrameskip" in env_id else "0"]
+    flags = ["--total-steps", str(steps)] if steps else ["--preset", "short"]
+    if trainer in ("paac", "ppo_batch") and env_id != PONG:
+        flags += ["--n-workers", "0" if steps else "1"]
     flags += ["--eval-episodes", "100"] if env_id in MUJOCO else []
-    task = ["--env-id", env_id, "--total-steps", str(steps), "--seed", str(seed)]
-    run = ["--run-dir", str(run_dir)]
-    return [*script, *task, *run, *flags, *CONSTANTS.get((trainer, env_id), "").split()]
+    task = ["--env-id", env_id, "--seed", str(seed), "--run-dir", str(run_dir)]
+    return [*script, *task, *flags, *CONSTANTS.get((trainer, env_id), "").split()]
 
 
 def main() -> None:
@@ -115,16 +104,18 @@ def main() -> None:
     waiting = []
     for seed in args.seeds:
         for trainer, env_id, steps in tasks(args.suite):
-            name = f"{trainer}_{file_name(env_id)}_{seed}"
+            name = f"{trainer}_{file_name(env_id)}_{seed if steps else f'short_{seed}'}"
             chosen = trainer in args.trainers and (not args.env_ids or env_id in args.env_ids)
             if chosen and not (args.add and (ROOT / f"results/curves/{name}.csv").exists()):
                 waiting.append((ROOT / "runs" / args.suite / name, trainer, env_id, steps, seed))
     running: dict[Path, tuple[subprocess.Popen, int]] = {}
+    add = [sys.executable, str(ROOT / "benchmarks/results.py"), "--add"]
     while waiting or running:
         free = args.cores - sum(cores for _, cores in running.values())
         if waiting:
             run_dir, trainer = waiting[0][:2]
-            cores = min(2 if trainer in (*HOGWILD, "apex") else 1, args.cores)
+            both = args.suite == "pong" or trainer in (*HOGWILD, "apex")
+            cores = min(2 if both else 1, args.cores)
             if cores <= free:
                 process = subprocess.Popen(command(*waiting.pop(0)), cwd=ROOT)
                 running[run_dir] = process, cores
@@ -134,13 +125,9 @@ def main() -> None:
                 if process.returncode:
                     print(f"{run_dir} ended with {process.returncode}", file=sys.stderr)
                 elif args.add:
-                    add = [
-                        sys.executable,
-                        str(ROOT / "benchmarks/results.py"),
-                        "--add",
-                        str(run_dir),
-                    ]
-                    subprocess.run(add, check=True)
+                    short = args.suite in ("pong", "atari")
+                    variant = ["--variant", "short"] if short else []
+                    subprocess.run([*add, str(run_dir), *variant], check=True)
         time.sleep(0.2)
 
 

@@ -5,7 +5,8 @@
     python benchmarks/results.py --add runs/pong-2 --variant paper --note "stopped"
 
 A curve is named <trainer>_<environment>[_<variant>]_<seed>.csv. The table and the picture of a task
-show its runs without a variant; runs with other constants have one. A table stands between
+show its runs with `--preset short`, whose variant is "short", or else those without a variant; runs
+with other constants have other variants. A table stands between
 <!-- begin NAME --> and <!-- end NAME --> in README.md or in results/README.md; a file without the
 two marks of a table does not get it.
 """
@@ -70,9 +71,10 @@ def title(env_id: str) -> str:
 
 
 def find(runs: list[dict], trainer: str, env_id: str) -> list[dict]:
-    """The runs of a task that its table and picture show: those without a variant."""
+    """The runs of a task that its table and picture show: of --preset short, or no variant."""
     prefix = f"curves/{trainer}_{file_name(env_id)}_"
-    return [run for run in runs if run["curve"] == f"{prefix}{run['seed']}.csv"]
+    short = [run for run in runs if run["curve"] == f"{prefix}short_{run['seed']}.csv"]
+    return short or [run for run in runs if run["curve"] == f"{prefix}{run['seed']}.csv"]
 
 
 # ------------------------------------------------------------------------------------- adding a run
