@@ -178,7 +178,7 @@ class Trunk(nn.Module):
         """Observations (t, n, ...) and (h, c) before them → (t, n, size) and (h, c) after them."""
         x = obs.flatten(0, 1)
         if x.dtype == torch.uint8:
-            x = x.contiguous(memory_format=torch.channels_last).float().div_(255)
+            x = x.to(torch.float32, memory_format=torch.channels_last).div_(255)
         hidden = self.layers(x)
         hidden = hidden.unflatten(0, obs.shape[:2])
         if self.lstm is None:

@@ -45,9 +45,9 @@ Departures:
 - The learner publishes θ every 10 updates, so what an actor fetches may be 10 updates old.
 - `--replay-ratio` holds actors and learner to a ratio; in the paper both run free, at about 0.78.
 - 50 million steps are 200 million frames; the paper has 22.8 billion.
-- The paper has no vectors: the MLP and the preset `vector` are ours.
-- PyTorch computes convolutions on CUDA in TF32; everything else is float32, but for
-  what `--bfloat16` says.
+- The paper has no vectors: the MLP and the presets but for `atari` are ours.
+- For images the convolutions run in bfloat16 on CPUs that have AVX512_BF16 (`--bfloat16 off`), and
+  convolutions on CUDA are TF32; everything else is float32.
 
 Steps are counted when the learner receives them; chunks under way at the end are lost. A resumed
 run fills its replay memory anew before it learns.
@@ -135,7 +135,7 @@ class Args(RunArgs):
     arch: Literal["auto", "nature", "mlp"] = "auto"
     """network; auto: nature for images, mlp for vectors"""
     bfloat16: Literal["auto", "on", "off"] = "auto"
-    """images: run the convolutions in bfloat16; auto: on CPUs that have it (AVX-512, AMX)"""
+    """images: run the convolutions in bfloat16; auto: on CPUs that have AVX512_BF16"""
     n_step: int = 3
     """n, rewards in a return"""
     epsilon: float = 0.4
@@ -149,7 +149,7 @@ class Args(RunArgs):
     fetch_interval: int = 100
     """steps of each environment between two fetches of θ"""
     capacity: int | None = None
-    """transitions in the replay memory; None: 2 million, or what fits into 0.7 of free memory"""
+    """transitions in the replay memory; None: 2 million, or what fits into 0.8 of free memory"""
     replay_device: Literal["cpu", "cuda"] = "cpu"
     """where the frames of the replay memory are"""
     learning_starts: int = 50_000
@@ -685,7 +685,7 @@ def pick_preset(args: Args, observations: gym.Space, actions: gym.Space) -> str:
 
 
 def pick_capacity(args: Args, space: spaces.Box) -> int:
-    """--capacity, or 2 million, or as many transitions as fit into 0.7 of the free memory."""
+    """--capacity, or 2 million, or as many transitions as fit into 0.8 of the free memory."""
     if pick_device(args.replay_device).type == "cuda":
         free = torch.cuda.mem_get_info()[0]
     else:
@@ -697,14 +697,14 @@ def pick_capacity(args: Args, space: spaces.Box) -> int:
             )
             free = min(free, limit - used)
     n_bytes = math.prod(space.shape[-2:]) * space.dtype.itemsize + 60  # frame, transition, sum tree
-    fit = int(free / SPARE / n_bytes)
-    capacity = args.capacity or min(2_000_000, int(0.7 * fit))
+    fit = int(0.8 * free / SPARE / n_bytes)
+    capacity = args.capacity or min(2_000_000, fit)
     n_envs = args.n_actors * args.envs_per_actor
     least = n_envs * (args.chunk_size + args.n_step + STACK)
     if not least <= capacity <= fit:
         usage_error(
             f"--capacity {capacity:,}: {least:,} transitions at least are needed with these flags,"
-            f" and {fit:,} fit into the free memory"
+            f" and {fit:,} fit into 0.8 of the free memory"
         )
     return capacity
 

@@ -35,7 +35,7 @@ Departures:
   drawn but never taken.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
 - One process a core, where the paper has 16.
-- The paper has no vectors: the MLP and the preset `vector` are ours.
+- The paper has no vectors: the MLP and the presets but for `atari` are ours.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class QNetwork(nn.Module):
     def forward(self, obs: Tensor) -> Tensor:
         """(n, 4, 84, 84) uint8 or (n, d) float → (n, n_actions)."""
         if obs.dtype == torch.uint8:
-            obs = obs.contiguous(memory_format=torch.channels_last).float().div_(255)
+            obs = obs.to(torch.float32, memory_format=torch.channels_last).div_(255)
         return self.layers(obs)
 
 

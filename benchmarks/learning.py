@@ -10,6 +10,8 @@ results/curves/ already is not run again.
 
 from __future__ import annotations
 
+import functools
+import os
 import subprocess
 import sys
 import time
@@ -92,8 +94,8 @@ def command(run_dir: Path, trainer: str, env_id: str, steps: int | None, seed: i
     if (run_dir / "checkpoint.pt").exists():
         return [*script, "--resume", str(run_dir)]
     flags = ["--total-steps", str(steps)] if steps else ["--preset", "short"]
-    if trainer in ("paac", "ppo_batch") and env_id != PONG:
-        flags += ["--n-workers", "0" if steps else "1"]
+    if trainer in ("paac", "ppo_batch") and steps:
+        flags += ["--n-workers", "0"]
     flags += ["--eval-episodes", "100"] if env_id in MUJOCO else []
     task = ["--env-id", env_id, "--seed", str(seed), "--run-dir", str(run_dir)]
     return [*script, *task, *flags, *CONSTANTS.get((trainer, env_id), "").split()]
@@ -104,29 +106,32 @@ def main() -> None:
     waiting = []
     for seed in args.seeds:
         for trainer, env_id, steps in tasks(args.suite):
-            name = f"{trainer}_{file_name(env_id)}_{seed if steps else f'short_{seed}'}"
+            variant = "short_" if args.suite == "pong" else ""
+            name = f"{trainer}_{file_name(env_id)}_{variant}{seed}"
             chosen = trainer in args.trainers and (not args.env_ids or env_id in args.env_ids)
             if chosen and not (args.add and (ROOT / f"results/curves/{name}.csv").exists()):
                 waiting.append((ROOT / "runs" / args.suite / name, trainer, env_id, steps, seed))
-    running: dict[Path, tuple[subprocess.Popen, int]] = {}
+    running: dict[Path, tuple[subprocess.Popen, list[int]]] = {}
+    free = sorted(os.sched_getaffinity(0))[: args.cores]
     add = [sys.executable, str(ROOT / "benchmarks/results.py"), "--add"]
     while waiting or running:
-        free = args.cores - sum(cores for _, cores in running.values())
         if waiting:
             run_dir, trainer = waiting[0][:2]
             both = args.suite == "pong" or trainer in (*HOGWILD, "apex")
-            cores = min(2 if both else 1, args.cores)
-            if cores <= free:
-                process = subprocess.Popen(command(*waiting.pop(0)), cwd=ROOT)
+            n = min(2 if both else 1, args.cores)
+            if n <= len(free):
+                cores, free = free[:n], free[n:]
+                pin = functools.partial(os.sched_setaffinity, 0, cores)
+                process = subprocess.Popen(command(*waiting.pop(0)), cwd=ROOT, preexec_fn=pin)
                 running[run_dir] = process, cores
-        for run_dir, (process, _) in list(running.items()):
+        for run_dir, (process, cores) in list(running.items()):
             if process.poll() is not None:
                 del running[run_dir]
+                free += cores
                 if process.returncode:
                     print(f"{run_dir} ended with {process.returncode}", file=sys.stderr)
                 elif args.add:
-                    short = args.suite in ("pong", "atari")
-                    variant = ["--variant", "short"] if short else []
+                    variant = ["--variant", "short"] if args.suite == "pong" else []
                     subprocess.run([*add, str(run_dir), *variant], check=True)
         time.sleep(0.2)
 

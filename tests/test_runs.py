@@ -100,7 +100,7 @@ def check_resume(name, run_dir, before):
                 assert tensor == 400 and after[network][key] == 800
             elif key not in ("trunk.mean", "trunk.var"):
                 assert torch.equal(tensor, after[network][key]), key
-    (optimizer,) = [key for key in before if key.startswith("optimizer")]
+    (optimizer,) = [key for key in before if key.startswith(("optimizer", "adam"))]
     decays = {"square": 0.97, "mean": 0.97, "exp_avg": 0.9, "exp_avg_sq": 0.999}
     n_updates = set()
     for i, statistics in before[optimizer]["state"].items():
