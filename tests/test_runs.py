@@ -87,7 +87,7 @@ def check_resume(name, run_dir, before):
     By how much they decay tells the number of updates, and that they go on from the old ones.
     """
     past = len(scalars(run_dir).get("losses/learning_rate", []))
-    flags = ["--learning-rate", 1e-30, "--max-grad-norm", 0, "--eval-episodes", 0]
+    flags = ["--learning-rate", 1e-30, "--max-grad-norm", 1e-30, "--eval-episodes", 0]
     flags += ["--target-interval", 10**6] if "target_model" in before else []
     flags += [] if name == "ppo_batch" else ["--rms-decay", 0.97]
     assert run(name, "--resume", run_dir, "--total-steps", 800, *flags) == 0
