@@ -103,8 +103,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 @dataclass
 class Args(RunArgs):
     preset: Literal["auto", "atari", "short", "vector", "recurrent", "continuous"] = "auto"
-    """constants, see PRESETS; auto: continuous for Box actions, atari for images, recurrent for
-    vectors with --lstm, else vector"""
+    """constants, see PRESETS (short: images); auto: continuous for Box actions, atari for images,
+    recurrent for vectors with --lstm, else vector"""
     total_steps: int = 80_000_000
     """T_max: agent steps of all processes; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1

@@ -120,7 +120,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 @dataclass
 class Args(RunArgs):
     preset: Literal["auto", "atari", "short", "vector"] = "auto"
-    """constants of the algorithm, see PRESETS; auto: atari for images, else vector"""
+    """constants, see PRESETS (short: images); auto: atari for images, else vector"""
     total_steps: int = 50_000_000
     """agent steps that the learner has received; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1

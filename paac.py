@@ -37,8 +37,8 @@ from __future__ import annotations
 import os
 
 if __name__ == "__main__":
-    # Idle OpenMP threads must sleep: environments need the cores. They first wait awake for a tenth
-    # of a millisecond, without which PAAC and PPO on Pong are 10 to 20 % slower.
+    # An idle OpenMP thread spins for a tenth of a millisecond, then sleeps: environments need its
+    # core. If it slept at once, PAAC and PPO on Pong would be 10 to 20 % slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 import contextlib
@@ -93,7 +93,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 @dataclass
 class Args(RunArgs):
     preset: Literal["auto", "paper", "code", "short", "vector", "continuous"] = "auto"
-    """constants, see PRESETS; auto: paper for images, continuous for Box actions, else vector"""
+    """constants, see PRESETS (short: images); auto: paper for images, continuous for Box actions,
+    else vector"""
     total_steps: int = 115_000_000
     """N_max: agent steps of all environments; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1

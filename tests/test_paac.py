@@ -208,7 +208,10 @@ def test_initial_parameters_are_uniform_within_their_bounds(arch: str) -> None:
         assert 0.001 * bound < layer.bias.abs().max() <= 1.0001 * bound
 
 
-@pytest.mark.parametrize("network", [(paac, "nips"), (paac, "nature"), (ppo_batch, "nature")])
+NETWORKS = [(paac, "nips"), (paac, "nature"), (ppo_batch, "nips"), (ppo_batch, "nature")]
+
+
+@pytest.mark.parametrize("network", NETWORKS)
 def test_network_for_images_against_plain_convolutions(network: tuple) -> None:
     model = actor_critic(*network)
     for layer in layers_of(model):
