@@ -91,7 +91,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
     # Atari on two cores in half an hour, ours.
     "short": {
-        "total_steps": 500_000,
+        "total_steps": 420_000,
         "capacity": 200_000,
         "learning_starts": 20_000,
         "replay_ratio": 8.0,
