@@ -564,7 +564,7 @@ class Actors:
         self.model.load_state_dict(model.state_dict())
 
     def receive(self, timeout: float) -> Iterator[Chunk]:
-        """The chunks that are there, or come within `timeout` seconds.
+        """All chunks that are there, or one of each actor that has one within `timeout` seconds.
 
         A chunk is valid until the next one is asked for.
 
@@ -577,6 +577,8 @@ class Actors:
                     slot, chunk = connection.recv()
                     yield chunk._replace(frames=self.slots[connection][slot])
                     connection.send(slot)
+                    if timeout:
+                        break
 
     def close(self) -> None:
         for connection in self.slots:
@@ -585,12 +587,7 @@ class Actors:
 
 
 def act(
-    index: int,
-    args: Args,
-    first_step: int,
-    model: QNetwork,
-    slots: Tensor,
-    learner: Any,
+    index: int, args: Args, first_step: int, model: QNetwork, slots: Tensor, learner: Any
 ) -> None:
     """An actor's process: acts and sends chunks until the learner closes the pipe or is gone."""
     free = list(range(len(slots)))
