@@ -15,6 +15,7 @@ import csv
 import dataclasses
 import importlib
 import json
+import math
 import os
 import re
 import shlex
@@ -124,16 +125,17 @@ def changed_flags(trainer: str, args: dict) -> str:
 def read_events(folder: Path, points: int = 500) -> np.ndarray:
     """(n, 4): step, seconds, return, steps/s of at most `points` points, means of neighbours.
 
-    Seconds are the sum of steps / (steps/s), so that the pauses of a resumed run do not count.
+    Points lie some seconds apart; a gap of a minute is a pause of a resumed run and does not count.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
-    speeds, seconds, total, last = {}, {}, 0.0, 0
+    speeds, seconds, total, last = {}, {}, 0.0, math.inf
     for event in events.Scalars("charts/SPS"):
-        total += (event.step - last) / event.value if event.value else 0.0
-        speeds[event.step], seconds[event.step], last = event.value, total, event.step
+        gap = event.wall_time - last
+        total += gap if 0 < gap < 60 else 0.0
+        speeds[event.step], seconds[event.step], last = event.value, total, event.wall_time
     returns = [e for e in events.Scalars("charts/episodic_return") if e.step in seconds]
     table = np.array([(e.step, seconds[e.step], e.value, speeds[e.step]) for e in returns])
     pieces = np.array_split(table, min(points, len(table)))
