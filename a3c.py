@@ -67,7 +67,7 @@ from common.vec_env import env_seed, make_vec_env
 # What differs from Args, which has the constants for Atari.
 PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
-    # Atari on two cores in an hour and a half, ours.
+    # Atari on few cores, ours.
     "short": {"total_steps": 10_000_000, "t_max": 20, "learning_rate": 3e-4, "rms_eps": 1e-5},
     # Vectors, ours: rewards of any size, and tasks that are learned in minutes.
     "vector": {

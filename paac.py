@@ -64,7 +64,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
     # What the paper's released code sets otherwise.
     "code": {"total_steps": 80_000_000, "entropy_coef": 0.02, "max_grad_norm": 3.0},
-    # Atari on two cores in an hour, ours: 95 % of Breakout's squared gradients lie below 3e-8.
+    # Atari on few cores, ours: 95 % of Breakout's squared gradients lie below 3e-8.
     "short": {"total_steps": 10_000_000, "learning_rate": 7e-4, "rms_eps": 1e-10},
     # Vectors, ours: rewards of any size, and tasks that are learned in minutes.
     "vector": {

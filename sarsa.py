@@ -62,7 +62,7 @@ from common.vec_env import env_seed, make_vec_env
 # What differs from Args, which has the constants for Atari.
 PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
-    # Atari on two cores in an hour and a half, ours.
+    # Atari on few cores, ours.
     "short": {
         "total_steps": 10_000_000,
         "update_interval": 20,
@@ -151,8 +151,7 @@ class QNetwork(nn.Module):
             layers += [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(inplace=True)]
         else:  # (n, d) → 200
             layers = [nn.Linear(observation_space.shape[0], 200), nn.ReLU(inplace=True)]
-        q_values = nn.Linear(layers[-2].out_features, int(action_space.n))
-        layers.append(q_values)
+        layers.append(nn.Linear(layers[-2].out_features, int(action_space.n)))
         self.layers = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster
 
     def forward(self, obs: Tensor) -> Tensor:
