@@ -54,9 +54,10 @@ from gymnasium import spaces
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
 
+from common.distributed import N_RANKS, RANK, Run, average_gradients, of_all_ranks
 from common.evaluate import evaluate
 from common.processes import n_cores
-from common.run import Run, RunArgs, load_checkpoint, parse_args, pick_device
+from common.run import RunArgs, load_checkpoint, parse_args, pick_device
 from common.vec_env import env_seed, make_vec_env
 
 # What differs from Args, which has the constants of the paper (sec. 5.1, Atari).
@@ -317,16 +318,17 @@ def train(
     args: Args, run: Run, model: ActorCritic, optimizer: RMSProp, device: torch.device
 ) -> None:
     """Algorithm 1, from `run.step` on."""
-    torch.manual_seed(env_seed(args.seed, run.step))
-    envs = make_vec_env(args.env_id, args.n_envs, args.n_workers, args.env_kwargs)
+    torch.manual_seed(env_seed(args.seed, run.step) + RANK)
+    n_envs = args.n_envs // N_RANKS  # of this process, one of several under torchrun
+    envs = make_vec_env(args.env_id, n_envs, args.n_workers, args.env_kwargs)
     envs = RecordEpisodeStatistics(envs)
-    shape = (args.t_max, args.n_envs)
+    shape = (args.t_max, n_envs)
     rewards = np.zeros(shape, np.float32)
     dones = np.zeros(shape, np.bool_)
     final_values = torch.zeros(shape, device=device)
     step = run.step
     with contextlib.closing(envs):
-        obs = to_device(envs.reset(seed=env_seed(args.seed, step))[0], device)
+        obs = to_device(envs.reset(seed=env_seed(args.seed, step) + RANK * n_envs)[0], device)
         while step < args.total_steps and not run.stopped:  # l. 3, 20
             observations, outputs, values, actions = [], [], [], []
             final_values.zero_()
@@ -348,7 +350,7 @@ def train(
                 if timed_out.any():  # a time limit ends the episode but not the return
                     with torch.no_grad():
                         final_obs = to_device(np.stack(info["final_obs"][timed_out]), device)
-                        final_values[t, to_device(timed_out, device)] = model(final_obs)[1]
+                        final_values[t, timed_out] = model(final_obs)[1]
                 for i in np.flatnonzero(dones[t]):
                     run.log_episode(info["episode"]["r"][i], info["episode"]["l"][i])
             with torch.no_grad():
@@ -368,6 +370,7 @@ def train(
             )
             optimizer.zero_grad()
             loss.backward()  # l. 16, 17
+            average_gradients(model.parameters())
             grad_norm = nn.utils.clip_grad_norm_(
                 model.parameters(), args.max_grad_norm, error_if_nonfinite=True
             )
@@ -377,7 +380,7 @@ def train(
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()  # l. 18
             if isinstance(model.trunk, RunningNorm):
-                model.trunk.update(torch.stack(observations))
+                model.trunk.update(of_all_ranks(torch.stack(observations)))
             run.log_update(
                 step,
                 policy_loss=policy_loss,

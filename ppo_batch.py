@@ -65,9 +65,10 @@ from gymnasium import spaces
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
 
+from common.distributed import N_RANKS, RANK, Run, average_gradients, of_all_ranks
 from common.evaluate import evaluate
 from common.processes import n_cores
-from common.run import Run, RunArgs, load_checkpoint, parse_args, pick_device
+from common.run import RunArgs, load_checkpoint, parse_args, pick_device
 from common.vec_env import env_seed, make_vec_env
 
 # What differs from Args, which has the constants of PFRL's Atari example, train_ppo_ale.
@@ -380,7 +381,8 @@ def update(
     """
     (theta,) = optimizer.param_groups[0]["params"]  # see `flatten`
     n, device = len(batch[0]), batch[0].device
-    for indices in minibatches(n, args.minibatch_size, args.update_epochs, device):
+    size = args.minibatch_size // N_RANKS
+    for indices in minibatches(n, size, args.update_epochs, device):
         obs, actions, old_log_probs, advantages, returns = (x[indices] for x in batch)
         outputs, values = model(obs)
         log_probs, entropies = model.log_prob_and_entropy(outputs, actions)
@@ -396,6 +398,7 @@ def update(
         )
         theta.grad.zero_()
         loss.backward()
+        average_gradients([theta])
         grad_norm = nn.utils.clip_grad_norm_(
             theta, args.max_grad_norm or math.inf, error_if_nonfinite=True
         )
@@ -419,26 +422,26 @@ def train(
     device: torch.device,
 ) -> None:
     """Algorithm 1 of Schulman et al. 2017, from `run.step` on."""
-    torch.manual_seed(env_seed(args.seed, run.step))
-    envs = make_vec_env(args.env_id, args.n_envs, args.n_workers, args.env_kwargs)
+    torch.manual_seed(env_seed(args.seed, run.step) + RANK)
+    n_envs = args.n_envs // N_RANKS  # of this process, one of several under torchrun
+    envs = make_vec_env(args.env_id, n_envs, args.n_workers, args.env_kwargs)
     envs = RecordEpisodeStatistics(envs)
     t_max = args.t_max or math.ceil(args.update_interval / args.n_envs)
-    shape = (t_max, args.n_envs)
+    shape = (t_max, n_envs)
     rewards = np.zeros(shape, np.float32)
     dones = np.zeros(shape, np.bool_)
     final_values = torch.zeros(shape, device=device)
-    observations = empty_observations(envs.single_observation_space, shape, device)
     step = run.step
     with contextlib.closing(envs):
-        obs = to_device(envs.reset(seed=env_seed(args.seed, step))[0], device)
+        obs = to_device(envs.reset(seed=env_seed(args.seed, step) + RANK * n_envs)[0], device)
         while step < args.total_steps and not run.stopped:  # iterations
-            outputs, values, actions = [], [], []
+            observations, outputs, values, actions = [], [], [], []
             final_values.zero_()
             for t in range(t_max):  # run π in all N environments for T steps
-                observations[t] = obs
                 with torch.no_grad():
-                    output, value = model(observations[t])
+                    output, value = model(obs)
                     action = model.sample(output)
+                observations.append(obs)
                 outputs.append(output)
                 values.append(value)
                 actions.append(action)
@@ -450,7 +453,7 @@ def train(
                 if args.bootstrap_limits and timed_out.any():
                     with torch.no_grad():
                         final_obs = to_device(np.stack(info["final_obs"][timed_out]), device)
-                        final_values[t, to_device(timed_out, device)] = model(final_obs)[1]
+                        final_values[t, timed_out] = model(final_obs)[1]
                 for i in np.flatnonzero(dones[t]):
                     run.log_episode(info["episode"]["r"][i], info["episode"]["l"][i])
             with torch.no_grad():
@@ -463,10 +466,13 @@ def train(
             )
             returns = advantages + values
             if args.standardize_advantages:
-                std = advantages.std(unbiased=False)
-                advantages = (advantages - advantages.mean()) / (std + 1e-8)
+                std, mean = torch.std_mean(of_all_ranks(advantages), unbiased=False)
+                advantages = (advantages - mean) / (std + 1e-8)
+            observations = torch.cat(observations)
+            if observations.ndim == 4:  # images: as the convolutions want them
+                observations = observations.contiguous(memory_format=torch.channels_last)
             if isinstance(model.trunk, RunningNorm):
-                model.trunk.update(observations)
+                model.trunk.update(of_all_ranks(observations))
             lr, clip_coef = args.learning_rate, args.clip_coef
             if args.anneal_lr:
                 lr = linear_decay(lr, step, args.total_steps)
@@ -474,22 +480,10 @@ def train(
                 clip_coef = linear_decay(clip_coef, step, args.total_steps)
             optimizer.param_groups[0]["lr"] = lr
             step += args.n_envs * t_max
-            data = observations, actions, log_probs, advantages, returns
-            batch = [x.flatten(0, 1) for x in data]
+            data = actions, log_probs, advantages, returns
+            batch = [observations, *(x.flatten(0, 1) for x in data)]
             losses = update(model, optimizer, batch, clip_coef, args)  # K epochs
             run.log_update(step, **losses, learning_rate=lr)
-
-
-def empty_observations(space: spaces.Box, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Room for a rollout, (t_max, n_envs, ...); images lie as the convolutions want them."""
-    image = len(space.shape) == 3
-    empty = torch.empty(
-        (math.prod(shape), *space.shape),
-        dtype=torch.uint8 if image else torch.float32,
-        device=device,
-        memory_format=torch.channels_last if image else torch.contiguous_format,
-    )
-    return empty.unflatten(0, shape)
 
 
 def learned_rewards(rewards: np.ndarray, args: Args) -> np.ndarray:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
+import math
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -71,6 +72,8 @@ def parse_args(
         pick_preset: (args, observations, actions) → the preset of --preset auto.
     """
     keep_freed_memory()
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and script not in ("paac", "ppo_batch"):
+        usage_error(f"{script}.py does not run under torchrun; paac.py and ppo_batch.py do")
     argv = plain_flags(sys.argv[1:] if argv is None else argv)
     args = tyro.cli(type(default), args=argv, default=default, description=description)
     folder = args.resume or args.evaluate
@@ -83,8 +86,11 @@ def parse_args(
         past |= {"run_dir": folder, "resume": None, "evaluate": None, "record": False}
         if args.evaluate:
             past["eval_episodes"] = default.eval_episodes
-        past = {name: tuple(x) if isinstance(x, list) else x for name, x in past.items()}
-        past = {name: past[name] for name in vars(default) if name in past}
+        past = {
+            name: tuple(x) if isinstance(x, list) else x
+            for name, x in past.items()
+            if name in vars(default)
+        }
         args = tyro.cli(type(default), args=argv, default=dataclasses.replace(default, **past))
     elif args.run_dir is None:
         name = f"{args.env_id}__{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
@@ -93,9 +99,12 @@ def parse_args(
         usage_error(
             f"--run-dir {args.run_dir} holds a run; --resume {args.run_dir} goes on with it"
         )
-    given = {"run_dir": args.run_dir, "resume": args.resume, "evaluate": args.evaluate}
     # before an environment can change the working directory
-    folders = {name: os.path.abspath(path) for name, path in given.items() if path}
+    folders = {
+        name: path and os.path.abspath(path)
+        for name, path in vars(args).items()
+        if name in ("run_dir", "resume", "evaluate")
+    }
     try:
         observations, actions = env_spaces(args.env_id, args.env_kwargs)
     except (gym.error.Error, ImportError, TypeError, ValueError) as error:
@@ -116,20 +125,19 @@ def plain_flags(argv: list[str]) -> list[str]:
         if word == "False":
             plain[-1] = plain[-1].replace("--", "--no-", 1)
         elif word != "True":
-            with contextlib.suppress(ValueError, OverflowError):
-                if "e" in word and float(word) == int(float(word)):
-                    word = str(int(float(word)))
+            if re.fullmatch(r"\d+(\.\d+)?e\d+", word):
+                word = str(int(float(word)))
             plain.append(word)
     return plain
 
 
 def pick_device(name: str) -> torch.device:
     """The device of --device; auto: CUDA where there is any."""
-    if name == "cuda" and not torch.cuda.is_available():
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    elif name == "cuda" and not torch.cuda.is_available():
         usage_error("--device cuda: PyTorch finds no CUDA device")
-    return torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-    )
+    return torch.device(name)
 
 
 def load_checkpoint(script: str, folder: str, **parts: Any) -> dict[str, Any]:
@@ -163,10 +171,9 @@ class Run:
     """
 
     def __init__(self, script: str, args: Any, **parts: Any) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes a second, which no worker needs
-
         self.script, self.args, self.parts = script, args, parts
         self.step = self.updates = self.episodes = self.signal = 0
+        self.stopped_at = math.inf
         self.started = time.monotonic()  # moved back by the time of earlier parts of the run
         self.returns: deque[float] = deque(maxlen=100)
         self.finished: list[tuple[float, int]] = []  # episodes since the last point of the curves
@@ -175,6 +182,13 @@ class Run:
             self.step, self.updates = checkpoint["step"], checkpoint["updates"]
             self.episodes, self.returns = checkpoint["episodes"], deque(checkpoint["returns"], 100)
             self.started -= checkpoint["wall_seconds"]
+        self.first_time = 0.0  # of the first step, which speeds count from
+        self.saved_step = self.step
+        self._open(args)
+
+    def _open(self, args: Any) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second, which no worker needs
+
         self.dir = Path(args.run_dir)
         self.dir.mkdir(parents=True, exist_ok=True)
         write_json(self.dir / "args.json", dataclasses.asdict(args))
@@ -187,8 +201,6 @@ class Run:
             unit_scale=True,
             disable=not sys.stderr.isatty(),
         )
-        self.first_time = 0.0  # of the first step, which speeds count from
-        self.saved_step = self.step
 
     @property
     def stopped(self) -> bool:
@@ -204,10 +216,9 @@ class Run:
         return self
 
     def _stop(self, number: int) -> None:
-        now = time.monotonic()
-        if self.stopped and now - self.stopped_at > 1:  # `timeout` sends each signal twice
+        if time.monotonic() - self.stopped_at > 1:  # `timeout` sends each signal twice
             sys.exit(128 + number)
-        self.signal, self.stopped_at = number, now
+        self.signal, self.stopped_at = number, time.monotonic()
 
     def log_episode(self, episode_return: float, length: int) -> None:
         """Count an episode: its raw return, and its length in agent steps."""
@@ -247,9 +258,7 @@ class Run:
         progress = f"return {np.mean(self.returns):.2f}" if self.returns else "no episode yet"
         self.bar.set_postfix_str(progress)
         if self.bar.disable and self.time - self.printed > PRINT_SECONDS:
-            left = tqdm.format_interval(
-                max(self.args.total_steps - self.step, 0) / max(speed, 1e-3)
-            )
+            left = tqdm.format_interval((self.args.total_steps - self.step) / max(speed, 1e-3))
             steps = f"step {self.step:,} of {self.args.total_steps:,}, {speed:,.0f} steps/s"
             print(f"{steps}, {progress}, {left} left", flush=True)
             self.printed = self.time

@@ -93,19 +93,15 @@ class VecEnv(VectorEnv):
         self._end = Finalize(self, _end, (self._workers, self._connections), exitpriority=1)
         awake = AWAKE if n_workers <= n_cores() else 0.0
         bounds = np.linspace(0, n, n_workers + 1).astype(int).tolist()
-        try:
-            for first, last in itertools.pairwise(bounds):
-                ours, theirs = mp.Pipe()
-                name = f"vec-env worker {len(self._workers)} (environments {first} to {last - 1})"
-                fns = CloudpickleWrapper(env_fns[first:last])
-                part = slice(first, last)
-                self._workers.append(start(name, work, fns, shared, part, theirs, awake))
-                self._connections.append(ours)
-                theirs.close()
-            self._wait()  # until every environment is made
-        except BaseException:
-            self._end()
-            raise
+        for first, last in itertools.pairwise(bounds):
+            ours, theirs = mp.Pipe()
+            name = f"vec-env worker {len(self._workers)} (environments {first} to {last - 1})"
+            fns = CloudpickleWrapper(env_fns[first:last])
+            part = slice(first, last)
+            self._workers.append(start(name, work, fns, shared, part, theirs, awake))
+            self._connections.append(ours)
+            theirs.close()
+        self._wait()  # until every environment is made
 
     def reset(self, *, seed=None, options=None) -> tuple:
         """Reset all environments, environment i with seed + i."""

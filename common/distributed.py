@@ -1,0 +1,117 @@
+"""One network trained by several processes, the ranks, which torchrun starts.
+
+    torchrun --nproc-per-node 2 paac.py --n-envs 32
+
+Each rank steps its share of the environments. Gradients and statistics are those of all ranks, so
+that all have the same parameters: those of one process with all environments. Without torchrun
+there is rank 0 alone, and every function returns at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+import common.run
+from common.run import usage_error
+
+RANK, N_RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+if N_RANKS > 1 and torch.cuda.is_available():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # which "cuda" means from now on
+
+
+def average_gradients(parameters: Iterable[Tensor]) -> None:
+    """Replace each gradient by its mean over the ranks, all of them in one message."""
+    if N_RANKS > 1:
+        gradients = [p.grad for p in parameters]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        parts = flat.div_(N_RANKS).split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def of_all_ranks(x: Tensor) -> Tensor:
+    """x of all ranks, one after another in the first dimension."""
+    if N_RANKS == 1:
+        return x
+    parts = [torch.empty_like(x) for _ in range(N_RANKS)]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)
+
+
+class RankRun(common.run.Run):
+    """The `Run` of a rank: all stop after the same update when one has got a signal.
+
+    Rank 0 has the episodes of all; it alone writes files, and goes on after training.
+    """
+
+    def __init__(self, script: str, args: Any, **parts: Any) -> None:
+        for name in ("n_envs", "minibatch_size"):
+            n = getattr(args, name, 0)
+            if n % N_RANKS:
+                flag = name.replace("_", "-")
+                usage_error(f"--{flag} {n} cannot be shared evenly by {N_RANKS} ranks")
+        if sys.platform == "linux":  # SIGTERM where torchrun is killed
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        self.all_stop = False
+        self.own_episodes: list[tuple[float, int]] = []
+        super().__init__(script, args, **parts)
+        for x in parts["model"].state_dict().values():
+            dist.broadcast(x, 0)
+
+    @property
+    def stopped(self) -> bool:
+        return self.all_stop
+
+    def log_episode(self, episode_return: float, length: int) -> None:
+        self.own_episodes.append((episode_return, length))
+
+    def log_update(self, step: int, **losses: Any) -> None:
+        ranks = [None] * N_RANKS
+        dist.all_gather_object(ranks, (self.signal, self.own_episodes))
+        signals, episodes = zip(*ranks, strict=True)
+        self.signal = self.signal or max(signals)
+        self.all_stop = any(signals)
+        self.own_episodes = []
+        for episode in itertools.chain(*episodes):
+            super().log_episode(*episode)
+        super().log_update(step, **losses)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        handled = super().__exit__(kind, error, traceback)
+        if error is None:  # after an error the others outlive this rank, or torchrun blames them
+            dist.destroy_process_group()
+            if RANK:  # another status than 0 would make torchrun end rank 0, which is still saving
+                sys.exit(0)
+        return handled
+
+
+class OtherRun(RankRun):
+    """That of ranks above 0, which writes nothing."""
+
+    def _open(self, args: Any) -> None:
+        self.writer = self.bar = tqdm(disable=True)
+
+    def save(self) -> None:
+        pass
+
+    def _log(self, **losses: Any) -> None:
+        pass
+
+    def _finish(self, status: str) -> None:
+        pass
+
+
+Run = common.run.Run if N_RANKS == 1 else OtherRun if RANK else RankRun
