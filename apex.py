@@ -64,7 +64,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
@@ -128,12 +127,12 @@ class Args(RunArgs):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the learner's network is; auto: CUDA where there is any. Actors use the CPU"""
 
+    ray: str | None = None
+    """run the actors on a Ray cluster: auto, its address, or local for a new one on this machine"""
     n_actors: int | None = None
-    """actor processes; None: with CUDA one per core but one, without it half the cores"""
+    """actor processes; None: with CUDA or Ray one per core but one, else half the cores"""
     envs_per_actor: int = 16
     """environments that each actor steps together"""
-    arch: Literal["auto", "nature", "mlp"] = "auto"
-    """network; auto: nature for images, mlp for vectors"""
     bfloat16: Literal["auto", "on", "off"] = "auto"
     """images: run the convolutions in bfloat16; auto: on CPUs that have AVX512_BF16"""
     n_step: int = 3
@@ -206,7 +205,7 @@ class QNetwork(nn.Module):
             n_features, n_hidden = 3136, 512
         else:  # (n, d) → 256
             layers = [nn.Linear(observation_space.shape[0], 256), nn.ReLU(inplace=True)]
-            n_features, n_hidden = 256, 256
+            n_features = n_hidden = 256
         self.trunk = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster
         self.value, self.advantages = (
             nn.Sequential(
@@ -640,6 +639,7 @@ def train(
     target_model: QNetwork,
     optimizer: CentredRMSProp,
     device: torch.device,
+    make_actors: Callable,
 ) -> None:
     """Algorithm 2, the learner, from `run.step` on."""
     step = run.step
@@ -648,7 +648,7 @@ def train(
     learned = 0  # samples
     losses = {}
     replay = Replay(space, args, device, env_seed(args.seed, step))
-    with contextlib.closing(Actors(args, step, space, model)) as actors:
+    with contextlib.closing(make_actors(args, step, space, model)) as actors:
         while not (run.complete or run.stopped):
             due = ratio * (step - first_step) >= learned + args.batch_size
             if not due or ratio == math.inf:  # what is due is learned before more is taken
@@ -683,14 +683,13 @@ def pick_preset(args: Args, observations: gym.Space, actions: gym.Space) -> str:
 
 def pick_capacity(args: Args, space: spaces.Box) -> int:
     """--capacity, or 2 million, or as many transitions as fit into 0.8 of the free memory."""
-    if pick_device(args.replay_device).type == "cuda":
+    if args.replay_device == "cuda":
         free = torch.cuda.mem_get_info()[0]
     else:
         free = psutil.virtual_memory().available
         with contextlib.suppress(OSError, ValueError):  # not Linux, or no limit: "max"
             limit, used = (
-                int(Path(f"/sys/fs/cgroup/memory.{name}").read_text())
-                for name in ("max", "current")
+                np.loadtxt(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current")
             )
             free = min(free, limit - used)
     n_bytes = math.prod(space.shape[-2:]) * space.dtype.itemsize + 60  # frame, transition, sum tree
@@ -715,15 +714,19 @@ def main(argv: list[str] | None = None) -> int:
     if args.bfloat16 == "auto":
         faster = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
         args.bfloat16 = "on" if faster else "off"
-    if args.arch == "auto":
-        args.arch = "nature" if len(observations.shape) == 3 else "mlp"
+    make_actors = Actors
+    if args.ray and not args.evaluate:
+        from common.cluster import connect
+
+        make_actors = connect(args, actor)
     if args.n_actors is None:
         args.n_actors = max(1, n_cores() - 1 if device.type == "cuda" else n_cores() // 2)
-    if args.arch == "mlp":
+    arch = "nature" if len(observations.shape) == 3 else "mlp"
+    if arch == "mlp":
         torch.set_num_threads(1)  # two threads are twice as slow for so small a network
 
     torch.manual_seed(args.seed)
-    model = QNetwork(observations, actions, args.arch, args.bfloat16 == "on").to(device)  # θ
+    model = QNetwork(observations, actions, arch, args.bfloat16 == "on").to(device)  # θ
     target_model = copy.deepcopy(model)  # θ⁻
     optimizer = CentredRMSProp(model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps)
 
@@ -732,7 +735,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         args.capacity = pick_capacity(args, observations)
         with Run("apex", args, model=model, target_model=target_model, optimizer=optimizer) as run:
-            train(args, run, observations, model, target_model, optimizer, device)
+            train(args, run, observations, model, target_model, optimizer, device, make_actors)
         if not run.complete:
             return 128 + run.signal
 

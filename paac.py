@@ -370,7 +370,7 @@ def train(
             )
             optimizer.zero_grad()
             loss.backward()  # l. 16, 17
-            average_gradients(model.parameters())
+            average_gradients(model)
             grad_norm = nn.utils.clip_grad_norm_(
                 model.parameters(), args.max_grad_norm, error_if_nonfinite=True
             )

@@ -398,7 +398,7 @@ def update(
         )
         theta.grad.zero_()
         loss.backward()
-        average_gradients([theta])
+        average_gradients(model)
         grad_norm = nn.utils.clip_grad_norm_(
             theta, args.max_grad_norm or math.inf, error_if_nonfinite=True
         )

@@ -14,12 +14,11 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 import common.run
@@ -30,10 +29,10 @@ if N_RANKS > 1 and torch.cuda.is_available():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # which "cuda" means from now on
 
 
-def average_gradients(parameters: Iterable[Tensor]) -> None:
+def average_gradients(model: nn.Module) -> None:
     """Replace each gradient by its mean over the ranks, all of them in one message."""
     if N_RANKS > 1:
-        gradients = [p.grad for p in parameters]
+        gradients = [p.grad for p in model.parameters()]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
         parts = flat.div_(N_RANKS).split([gradient.numel() for gradient in gradients])
@@ -56,24 +55,20 @@ class RankRun(common.run.Run):
     Rank 0 has the episodes of all; it alone writes files, and goes on after training.
     """
 
+    stopped = False  # which all agree on
+
     def __init__(self, script: str, args: Any, **parts: Any) -> None:
         for name in ("n_envs", "minibatch_size"):
             n = getattr(args, name, 0)
             if n % N_RANKS:
-                flag = name.replace("_", "-")
-                usage_error(f"--{flag} {n} cannot be shared evenly by {N_RANKS} ranks")
+                usage_error(
+                    f"--{name.replace('_', '-')} {n} cannot be shared evenly by {N_RANKS} ranks"
+                )
         if sys.platform == "linux":  # SIGTERM where torchrun is killed
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        self.all_stop = False
-        self.own_episodes: list[tuple[float, int]] = []
+        dist.init_process_group()  # Gloo for CPUs, NCCL for GPUs
+        self.own_episodes = []
         super().__init__(script, args, **parts)
-        for x in parts["model"].state_dict().values():
-            dist.broadcast(x, 0)
-
-    @property
-    def stopped(self) -> bool:
-        return self.all_stop
 
     def log_episode(self, episode_return: float, length: int) -> None:
         self.own_episodes.append((episode_return, length))
@@ -83,7 +78,7 @@ class RankRun(common.run.Run):
         dist.all_gather_object(ranks, (self.signal, self.own_episodes))
         signals, episodes = zip(*ranks, strict=True)
         self.signal = self.signal or max(signals)
-        self.all_stop = any(signals)
+        self.stopped = any(signals)
         self.own_episodes = []
         for episode in itertools.chain(*episodes):
             super().log_episode(*episode)
@@ -104,14 +99,7 @@ class OtherRun(RankRun):
     def _open(self, args: Any) -> None:
         self.writer = self.bar = tqdm(disable=True)
 
-    def save(self) -> None:
-        pass
-
-    def _log(self, **losses: Any) -> None:
-        pass
-
-    def _finish(self, status: str) -> None:
-        pass
+    save = _log = _finish = lambda *args, **losses: None
 
 
 Run = common.run.Run if N_RANKS == 1 else OtherRun if RANK else RankRun

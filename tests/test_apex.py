@@ -580,9 +580,8 @@ def test_actors_in_processes():
 def test_capacity_that_does_not_fit(monkeypatch, capsys):
     """The line says how many transitions fit, which does not exceed what is free."""
     monkeypatch.setattr(apex.psutil, "virtual_memory", lambda: SimpleNamespace(available=1e11))
-    files = {"memory.max": "2100000000", "memory.current": "50000000"}  # of the cgroup
-    read = lambda path: SimpleNamespace(read_text=lambda: files[path.split("/")[-1]])  # noqa: E731
-    monkeypatch.setattr(apex, "Path", read)
+    files = {"memory.max": 2_100_000_000, "memory.current": 50_000_000}  # of the cgroup
+    monkeypatch.setattr(apex.np, "loadtxt", lambda path: files[path.split("/")[-1]])
     args = make_args(n_actors=2, envs_per_actor=2, capacity=10**9)
     with pytest.raises(SystemExit, match="2"):
         apex.pick_capacity(args, VECTOR)

@@ -1,0 +1,92 @@
+"""Ape-X's actors on Ray: they bring the chunks that pipes bring, and may die."""
+
+import contextlib
+import dataclasses
+import signal
+import sys
+
+import gymnasium as gym
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import apex
+from tests.helpers import ROOT, Script, checkpoint, summary, wait_for
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process groups of Linux")
+
+SMALL = {"n_actors": 2, "envs_per_actor": 2, "chunk_size": 10, "env_id": "CartPole-v1"}
+FLAGS = "--env-id", "CartPole-v1", "--total-steps"
+
+
+def chunks_of(make_actors, args, model):
+    """The first six chunks of each environment; θ stays as it is."""
+    found = {env: [] for env in range(4)}
+    space = gym.spaces.Box(-1, 1, (4,), np.float32)
+    with contextlib.closing(make_actors(args, 0, space, model)) as actors:
+        while any(len(chunks) < 6 for chunks in found.values()):
+            for chunk in actors.receive(10):
+                found[chunk.env].append(chunk._replace(frames=chunk.frames.copy()))
+    return [chunk for chunks in found.values() for chunk in chunks[:6]]
+
+
+def test_chunks_are_those_of_pipes():
+    from common.cluster import connect
+
+    args = dataclasses.replace(apex.Args(**apex.PRESETS["vector"]), **SMALL, ray="local")
+    torch.manual_seed(0)
+    model = apex.QNetwork(gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(2), "mlp")
+    pipes = chunks_of(apex.Actors, args, model)
+    for ours, theirs in zip(chunks_of(connect(args, apex.actor), args, model), pipes, strict=True):
+        for x, y in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def actors():
+    """The processes of all actors on this machine."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "RemoteActor" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def test_an_actor_and_a_machine_die(tmp_path):
+    """Others take their places, and the run ends with its score."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    machine = cluster.add_node(num_cpus=1)
+    flags = [*FLAGS, 80_000, "--ray", cluster.address, "--run-dir", tmp_path / "run"]
+    with Script(ROOT / "apex.py", [*flags, "--checkpoint-interval", 5_000], tmp_path) as script:
+        wait_for((tmp_path / "run/checkpoint.pt").exists)
+        actors()[0].kill()
+        wait_for(lambda: script.output("stdout").count("starts anew") == 1)
+        cluster.remove_node(machine)
+        assert script.end() == 0, script.output()
+    assert "2 actors on the cluster's 3 cores" in script.output("stdout")
+    assert summary(tmp_path / "run")["eval"]["mean"] > 300
+    cluster.shutdown()
+
+
+def test_ctrl_c(tmp_path):
+    flags = [*FLAGS, 10**9, "--ray", "local", "--n-actors", 1, "--run-dir", tmp_path / "run"]
+    with Script(ROOT / "apex.py", [*flags, "--checkpoint-interval", 100], tmp_path) as script:
+        wait_for((tmp_path / "run/checkpoint.pt").exists)
+        processes = psutil.Process(script.pid).children(recursive=True)
+        script.signal(signal.SIGINT)
+        assert script.end() == 130, script.output()
+    assert checkpoint(tmp_path / "run")["step"] == summary(tmp_path / "run")["steps"] > 0
+    wait_for(lambda: not any(process.is_running() for process in processes))
+
+
+def test_an_actor_that_cannot_start(tmp_path):
+    """The environment's module is not on the machines, which get the trainers and common/ alone."""
+    flags = "--env-id", "tests.simulators:Run-Plain-v0", "--ray", "local", "--n-actors", 1
+    with Script(ROOT / "apex.py", [*flags, "--run-dir", tmp_path / "run"], tmp_path) as script:
+        assert script.end() == 1
+    assert "apex.py: actor 0 failed" in script.output()
+    assert "No module named 'tests'" in script.output()
