@@ -17,6 +17,7 @@ draws batches in proportion to the priorities and writes new priorities back:
     python apex.py --env-id CartPole-v1 --total-steps 300_000       # one to three minutes
     python apex.py --resume runs/...                                # go on after an interruption
     python apex.py --evaluate runs/... --record                     # 30 episodes and a GIF
+    python apex.py --ray auto                                       # actors on a Ray cluster
 
 Where the sources differ or are silent:
 - The "400 frames" between two fetches of θ are 100 steps, the 50,000 before learning transitions.
@@ -42,7 +43,8 @@ Departures:
 - Batches are drawn when they are needed, not ahead.
 - The learner takes transitions between two updates. An actor waits when 2 chunks of each of its
   environments have not been taken; the paper never blocks it.
-- The learner publishes θ every 10 updates, so what an actor fetches may be 10 updates old.
+- The learner publishes θ every 10 updates, so what an actor fetches may be 10 updates old; with
+  `--ray`, what it acts on for 100 steps is the θ of 100 steps earlier.
 - `--replay-ratio` holds actors and learner to a ratio; in the paper both run free, at about 0.78.
 - 50 million steps are 200 million frames; the paper has 22.8 billion.
 - The paper has no vectors: the MLP and the presets but for `atari` are ours.

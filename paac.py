@@ -12,6 +12,7 @@ One policy acts in n_e environments at once. After t_max steps of all of them, o
     python paac.py --env-id CartPole-v1 --total-steps 200_000       # half a minute
     python paac.py --resume runs/...                                # go on after an interruption
     python paac.py --evaluate runs/... --record                     # 30 episodes and a GIF
+    torchrun --nproc-per-node 2 paac.py --n-envs 32                 # two GPUs, or more cores
 
 Where the paper and its released code (github.com/Alfredvc/paac) differ or are silent:
 - The loss is a sum over t_max, where eq. (10) has a mean, so that α = 0.0007 n_e is A3C's step for

@@ -1,7 +1,9 @@
 """Ape-X's actors on the machines of a Ray cluster. Only --ray imports this, and this alone Ray.
 
-pip install -r requirements-ray.txt
-python apex.py --ray local       # this machine; auto or HOST:PORT: a cluster that is there
+    pip install -r requirements-ray.txt
+    python apex.py --ray local       # this machine; auto or HOST:PORT: a cluster that is there
+
+Nothing here belongs to the algorithm.
 """
 
 from __future__ import annotations

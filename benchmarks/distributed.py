@@ -1,0 +1,102 @@
+"""What several processes under torchrun cost and bring, and what Ray costs beside pipes, on Pong.
+
+python benchmarks/distributed.py ranks     # PAAC with 1, 2 and 4 ranks, three minutes
+python benchmarks/distributed.py ray       # Ape-X's actors without a learner, two minutes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch.distributed as dist
+import tyro
+
+import apex
+import paac
+from common.distributed import N_RANKS, RANK
+from common.vec_env import env_spaces
+
+PONG = "PongNoFrameskip-v4"
+SECONDS = 20
+
+
+def train_as_rank() -> None:
+    """Train PAAC, and print the steps/s, the ms of an all-reduce and its share of an update."""
+    waits, times, all_reduce = [], [], dist.all_reduce
+
+    def timed(x: object) -> None:
+        times.append(time.perf_counter())
+        dist.barrier()  # so that waiting for a slower rank does not count
+        waits.append(time.perf_counter())
+        all_reduce(x)
+        times.append(time.perf_counter())
+
+    dist.all_reduce = timed
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--preset", "short", "--total-steps", "64_000", "--eval-episodes", "0"]
+        with contextlib.suppress(SystemExit):
+            paac.main([*flags, "--run-dir", f"{folder}/run"])
+        if RANK == 0:
+            rate = json.loads(Path(folder, "run/summary.json").read_text())["steps_per_second"]
+            spans = [end - wait for wait, end in zip(waits, times[1::2], strict=True)] or [0.0]
+            ms = 1000 * median(spans)
+            share = ms / (1000 * 32 * 5 / rate)
+            print(f"RESULT {N_RANKS} ranks: {rate:,.0f} steps/s, {ms:.1f} ms, {share:.1%}")
+
+
+def ranks() -> None:
+    for n in (1, 2, 4):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+        command = [sys.executable, *torchrun, __file__, "rank"]
+        # each rank has its share of the cores
+        threads = str(max(1, (os.cpu_count() or 1) // n))
+        env = os.environ | {"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": "5000"}
+        output = subprocess.run(command, env=env, text=True, capture_output=True, check=True)
+        print(*(line for line in output.stdout.splitlines() if line.startswith("RESULT")))
+
+
+def ray() -> None:
+    from common.cluster import connect
+
+    observations, actions = env_spaces(PONG)
+    model = apex.QNetwork(observations, actions, "nature")
+    n_actors = max(1, (os.cpu_count() or 1) // 2)
+    args = apex.Args(n_actors=n_actors, ray="local")
+    for name in ("pipes", "Ray", "pipes", "Ray"):
+        make_actors = apex.Actors if name == "pipes" else connect(args, apex.actor)
+        with contextlib.closing(make_actors(args, 0, observations, model)) as actors:
+            n = n_bytes = 0
+            start = None
+            while not start or time.perf_counter() - start < SECONDS:
+                for chunk in actors.receive(1):
+                    start = start or time.perf_counter()
+                    n += args.chunk_size
+                    n_bytes = len(pickle.dumps(chunk))
+            seconds = time.perf_counter() - start
+        size = n_bytes / args.chunk_size
+        print(f"{name}: {n / seconds:,.0f} transitions/s, {size:,.0f} bytes per transition")
+
+
+def main(what: tyro.conf.Positional[Literal["ranks", "ray", "rank"]]) -> None:
+    """Measure ranks or Ray; rank is what torchrun starts.
+
+    Args:
+        what: what to measure
+    """
+    {"ranks": ranks, "ray": ray, "rank": train_as_rank}[what]()
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)
