@@ -371,7 +371,7 @@ def train(
             )
             optimizer.zero_grad()
             loss.backward()  # l. 16, 17
-            average_gradients(model)
+            average_gradients(model.parameters())
             grad_norm = nn.utils.clip_grad_norm_(
                 model.parameters(), args.max_grad_norm, error_if_nonfinite=True
             )
@@ -415,7 +415,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.arch == "auto":
         args.arch = "nips" if len(observations.shape) == 3 else "mlp"
     if args.n_workers is None:
-        args.n_workers = min(8, n_cores(), args.n_envs)
+        args.n_workers = min(8, n_cores(), args.n_envs // N_RANKS)
     if args.learning_rate is None:
         args.learning_rate = 0.0007 * args.n_envs
     if args.arch == "mlp":

@@ -40,6 +40,7 @@ Departures:
   frames in the first stack.
 - Box actions are mapped from [-1, 1] to their bounds and clipped there.
 - No recurrent networks. Gaussians for images are ours.
+- Under torchrun a minibatch has equally many transitions of each process.
 - For images the trunk runs in bfloat16 on CPUs that have AVX512_BF16 (`--bfloat16 off`), and
   convolutions on CUDA are TF32.
 """
@@ -399,7 +400,7 @@ def update(
         )
         theta.grad.zero_()
         loss.backward()
-        average_gradients(model)
+        average_gradients([theta])
         grad_norm = nn.utils.clip_grad_norm_(
             theta, args.max_grad_norm or math.inf, error_if_nonfinite=True
         )
@@ -510,7 +511,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.arch == "auto":
         args.arch = "nature" if len(observations.shape) == 3 else "mlp"
     if args.n_workers is None:
-        args.n_workers = min(8, n_cores(), args.n_envs)
+        args.n_workers = min(8, n_cores(), args.n_envs // N_RANKS)
     if args.arch == "mlp":
         torch.set_num_threads(1)  # two threads are twice as slow for so small a network
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.processes import WorkerError
+from common.processes import CLOSE_SECONDS, WorkerError
 from common.run import usage_error
 
 try:
@@ -44,14 +44,15 @@ def connect(args: Any, actor: Callable) -> Callable:
     except ConnectionError as error:
         usage_error(f"--ray {args.ray}: {error}")
     n_cores = int(ray.cluster_resources()["CPU"])
-    args.n_actors = args.n_actors or max(1, n_cores - 1)
-    print(f"{args.n_actors} actors on the cluster's {n_cores} cores")
+    args.n_actors = args.n_actors or n_cores - 1 or 1
+    if args.n_actors > n_cores:
+        usage_error(f"--n-actors {args.n_actors}: the cluster has {n_cores} cores")
     return functools.partial(RayActors, actor)
 
 
 @ray.remote(num_cpus=1)
 class RemoteActor:
-    def __init__(self, actor: Callable, index: int, args: Any, first_step: int, model: Any) -> None:
+    def __init__(self, actor: Callable, args: Any, model: Any, index: int, first_step: int) -> None:
         self.model, self.n_steps = model, args.fetch_interval
         self.steps = actor(index, args, first_step, lambda: model)
 
@@ -75,19 +76,18 @@ class RayActors:
     def __init__(
         self, actor: Callable, args: Any, first_step: int, space: Any, model: nn.Module
     ) -> None:
-        model = copy.deepcopy(model).cpu().requires_grad_(False)
-        self.make = lambda i: RemoteActor.remote(actor, i, args, self.first_step, model)
+        own = ray.put(copy.deepcopy(model).cpu().requires_grad_(False))
+        self.make = functools.partial(RemoteActor.remote, actor, args, own)
         self.first_step = first_step
-        self.actors, self.calls = {}, {}
-        self.failures = Counter()  # of each actor, in a row
+        self.calls = {}  # an actor, the call that it is at, and the next one
+        self.failures = Counter()  # in a row, of actors that have started
         self.publish(model)
         for index in range(args.n_actors):
             self._start(index)
 
     def _start(self, index: int) -> None:
-        self.actors[index] = actor = self.make(index)
-        # the one that it is at, and the next
-        self.calls[index] = [actor.act.remote(self.parameters) for _ in range(2)]
+        actor = self.make(index, self.first_step)
+        self.calls[index] = actor, *(actor.act.remote(self.parameters) for _ in range(2))
 
     def publish(self, model: nn.Module) -> None:
         """Let the calls from now on have these parameters. A machine fetches them once."""
@@ -98,26 +98,26 @@ class RayActors:
 
         Raises: WorkerError: an actor failed three times without a result.
         """
-        first = {calls[0]: index for index, calls in self.calls.items()}
+        first = {call: index for index, (_, call, _) in self.calls.items()}
         for call in ray.wait([*first], timeout=timeout)[0]:
             index = first[call]
-            second = self.calls.pop(index)[1]  # and goes on behind the others
+            actor, _, second = self.calls.pop(index)  # goes on behind the others
             try:
                 chunks = ray.get(call)
             except RayError as error:
                 self.failures[index] += 1
                 if self.failures[index] == 3:
                     raise WorkerError(f"actor {index} failed: {error}") from error
-                print(f"actor {index} starts anew where a core is free: {error}")
+                print(f"actor {index} starts anew where a core is free: {error}", flush=True)
                 self.first_step += 1  # for other seeds
                 self._start(index)
             else:
                 self.failures[index] = 0
-                self.calls[index] = second, self.actors[index].act.remote(self.parameters)
+                self.calls[index] = actor, second, actor.act.remote(self.parameters)
                 for chunk in chunks:  # Ray's arrays are read-only
                     yield chunk._replace(frames=chunk.frames.copy())
 
     def close(self) -> None:
-        closing = [actor.close.remote() for actor in self.actors.values()]
-        ray.wait(closing, num_returns=len(closing), timeout=10)
+        closing = [self.calls[i][0].close.remote() for i, n in self.failures.items() if n == 0]
+        ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
         ray.shutdown()

@@ -18,21 +18,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 import common.run
 from common.run import usage_error
 
 RANK, N_RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-if N_RANKS > 1 and torch.cuda.is_available():
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # which "cuda" means from now on
 
 
-def average_gradients(model: nn.Module) -> None:
+def average_gradients(parameters: Any) -> None:
     """Replace each gradient by its mean over the ranks, all of them in one message."""
     if N_RANKS > 1:
-        gradients = [p.grad for p in model.parameters()]
+        gradients = [p.grad for p in parameters]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
         parts = flat.div_(N_RANKS).split([gradient.numel() for gradient in gradients])
@@ -66,7 +64,7 @@ class RankRun(common.run.Run):
                 )
         if sys.platform == "linux":  # SIGTERM where torchrun is killed
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        dist.init_process_group()  # Gloo for CPUs, NCCL for GPUs
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         self.own_episodes = []
         super().__init__(script, args, **parts)
 
@@ -80,8 +78,9 @@ class RankRun(common.run.Run):
         self.signal = self.signal or max(signals)
         self.stopped = any(signals)
         self.own_episodes = []
-        for episode in itertools.chain(*episodes):
-            super().log_episode(*episode)
+        if RANK == 0:
+            for episode in itertools.chain(*episodes):
+                super().log_episode(*episode)
         super().log_update(step, **losses)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:

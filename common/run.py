@@ -125,19 +125,19 @@ def plain_flags(argv: list[str]) -> list[str]:
         if word == "False":
             plain[-1] = plain[-1].replace("--", "--no-", 1)
         elif word != "True":
-            if re.fullmatch(r"\d+(\.\d+)?e\d+", word):
+            if re.fullmatch(r"\d+e\d+|\d+\.\de[1-9]\d*|\d+\.\d{2,3}e([3-9]|\d\d)", word):
                 word = str(int(float(word)))
             plain.append(word)
     return plain
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of --device; auto: CUDA where there is any."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    elif name == "cuda" and not torch.cuda.is_available():
+    """The device of --device; auto: CUDA where there is any; under torchrun each rank's own."""
+    if name != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if name == "cuda":
         usage_error("--device cuda: PyTorch finds no CUDA device")
-    return torch.device(name)
+    return torch.device("cpu")
 
 
 def load_checkpoint(script: str, folder: str, **parts: Any) -> dict[str, Any]:
@@ -249,8 +249,9 @@ class Run:
         scalars = {f"losses/{name}": mean(x) for name, x in losses.items()}
         scalars["charts/SPS"] = speed
         if self.finished:
-            means = np.mean(self.finished, axis=0)
-            scalars["charts/episodic_return"], scalars["charts/episodic_length"] = means
+            scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(
+                self.finished, axis=0
+            )
             self.finished.clear()
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, self.step)
@@ -298,7 +299,7 @@ class Run:
             if self.time > self.logged:
                 self._log()
         self.save()
-        summary = {
+        content = {
             "script": self.script,
             "env_id": self.args.env_id,
             "seed": self.args.seed,
@@ -309,7 +310,7 @@ class Run:
             "return_last_100": float(np.mean(self.returns)) if self.returns else None,
             "status": status,
         }
-        write_json(self.dir / "summary.json", summary)
+        write_json(self.dir / "summary.json", content)
         self.bar.close()
         if status != "completed":
             print(f"stopped at step {self.step:,}; --resume {self.dir} goes on from there")

@@ -221,9 +221,10 @@ def find_spec(env_id: str) -> EnvSpec:
     if module:
         importlib.import_module(module)
     if name not in gym.registry:
-        meant = name.replace("Deterministic", "NoFrameskip")
-        close = ", ".join(difflib.get_close_matches(meant, gym.registry, cutoff=0.5))
-        raise ValueError(f"there is no environment {name}; similar names: {close}")
+        close = difflib.get_close_matches(
+            name.replace("Deterministic", "NoFrameskip"), gym.registry, cutoff=0.5
+        )
+        raise ValueError(f"there is no environment {name}; similar names: {', '.join(close)}")
     return gym.spec(name)
 
 

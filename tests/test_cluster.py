@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 import signal
 import sys
 
@@ -45,9 +46,9 @@ def test_chunks_are_those_of_pipes():
 
 
 def actors():
-    """The processes of all actors on this machine."""
+    """The processes of the actors of this test's machines."""
     found = []
-    for process in psutil.process_iter():
+    for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if "RemoteActor" in " ".join(process.cmdline()):
                 found.append(process)
@@ -59,17 +60,19 @@ def test_an_actor_and_a_machine_die(tmp_path):
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    machine = cluster.add_node(num_cpus=1)
-    flags = [*FLAGS, 80_000, "--ray", cluster.address, "--run-dir", tmp_path / "run"]
-    with Script(ROOT / "apex.py", [*flags, "--checkpoint-interval", 5_000], tmp_path) as script:
-        wait_for((tmp_path / "run/checkpoint.pt").exists)
-        actors()[0].kill()
-        wait_for(lambda: script.output("stdout").count("starts anew") == 1)
-        cluster.remove_node(machine)
-        assert script.end() == 0, script.output()
-    assert "2 actors on the cluster's 3 cores" in script.output("stdout")
+    try:
+        machine = cluster.add_node(num_cpus=1)
+        flags = [*FLAGS, 80_000, "--ray", cluster.address, "--n-actors", 3]
+        flags += ["--run-dir", tmp_path / "run", "--checkpoint-interval", 5_000]
+        with Script(ROOT / "apex.py", flags, tmp_path) as script:
+            wait_for((tmp_path / "run/checkpoint.pt").exists)
+            actors()[0].kill()
+            cluster.remove_node(machine)
+            assert script.end() == 0, script.output()
+    finally:
+        cluster.shutdown()
+    assert len(set(re.findall(r"actor (\d) starts anew", script.output("stdout")))) == 2
     assert summary(tmp_path / "run")["eval"]["mean"] > 300
-    cluster.shutdown()
 
 
 def test_ctrl_c(tmp_path):
@@ -81,6 +84,13 @@ def test_ctrl_c(tmp_path):
         assert script.end() == 130, script.output()
     assert checkpoint(tmp_path / "run")["step"] == summary(tmp_path / "run")["steps"] > 0
     wait_for(lambda: not any(process.is_running() for process in processes))
+
+
+def test_more_actors_than_cores(tmp_path):
+    flags = *FLAGS, 100, "--ray", "local", "--n-actors", 999, "--run-dir", tmp_path / "run"
+    with Script(ROOT / "apex.py", flags, tmp_path) as script:
+        assert script.end() == 2
+    assert re.search(r"^--n-actors 999: the cluster has \d+ cores$", script.output(), re.MULTILINE)
 
 
 def test_an_actor_that_cannot_start(tmp_path):

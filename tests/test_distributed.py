@@ -20,8 +20,15 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process groups 
 TORCHRUN = Path(torch.distributed.run.__file__)
 TWO_RANKS = ["--standalone", "--nproc-per-node", 2]
 TASKS = {
-    "CartPole-v1": ["--env-id", "CartPole-v1"],
-    "Pendulum-v1": ["--env-id", "Pendulum-v1", "--env-kwargs", '{"max_episode_steps": 15}'],
+    "CartPole-v1": ["--env-id", "CartPole-v1", "--eval-episodes", 1],
+    "Pendulum-v1": [
+        "--env-id",
+        "Pendulum-v1",
+        "--eval-episodes",
+        0,
+        "--env-kwargs",
+        '{"max_episode_steps": 15}',
+    ],
 }
 CONSTANTS = {
     "paac": ["--learning-rate", 0.1, "--t-max", 5, "--total-steps", 200],
@@ -35,7 +42,7 @@ CONSTANTS = {
 def test_two_ranks_are_one_process(name, task, max_grad_norm, tmp_path):
     """Parameters, optimiser and statistics after five updates with all transitions."""
     flags = [name, *TASKS[task], "--preset", "vector", *CONSTANTS[name], "--n-envs", 8]
-    flags += ["--max-grad-norm", max_grad_norm, "--n-workers", 0, "--eval-episodes", 0]
+    flags += ["--max-grad-norm", max_grad_norm, "--n-workers", 0]
     script = ROOT / "tests/deterministic.py"
     with Script(script, [*flags, "--run-dir", tmp_path / "one"], tmp_path) as one:
         assert one.end() == 0, one.output()
@@ -55,6 +62,16 @@ def flat(x):
     if isinstance(x, dict):
         return torch.cat([flat(value) for value in x.values()])
     return torch.as_tensor(x).double().flatten() if not isinstance(x, list) else torch.empty(0)
+
+
+def test_ranks_draw_differently(tmp_path, monkeypatch):
+    seeds = set()
+    for rank in range(2):
+        monkeypatch.setattr(paac, "RANK", rank)
+        flags = "--env-id", "CartPole-v1", "--eval-episodes", 0, "--n-workers", 0
+        assert run("paac", *flags, "--total-steps", 100, "--run-dir", tmp_path / str(rank)) == 0
+        seeds.add(torch.initial_seed())
+    assert len(seeds) == 2
 
 
 class Ranks(Script):

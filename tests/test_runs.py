@@ -65,7 +65,7 @@ def check_run(name, run_dir, total_steps):
     assert files == {"args.json", "checkpoint.pt", "summary.json", "events"}
     args = json.loads((run_dir / "args.json").read_text())
     assert args["total_steps"] == total_steps and args["seed"] == 3
-    assert args["run_dir"] == str(run_dir) and None not in (args["arch"], args["learning_rate"])
+    assert args["run_dir"] == str(run_dir) and args["learning_rate"] is not None
     state, result = checkpoint(run_dir), summary(run_dir)
     assert state["script"] == result["script"] == name and result["status"] == "completed"
     assert state["episodes"] == result["episodes"] and state["step"] == result["steps"]
