@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import re
+import shutil
 import signal
 import sys
 
@@ -76,15 +77,22 @@ def test_an_actor_and_a_machine_die(tmp_path):
     assert summary(tmp_path / "run")["eval"]["mean"] > 300
 
 
-def test_ctrl_c(tmp_path):
+def test_ctrl_c_in_a_copy_beside_large_files(tmp_path):
+    """They are not sent."""
+    shutil.copy(ROOT / "apex.py", tmp_path)
+    shutil.copytree(ROOT / "common", tmp_path / "common")
+    for path in (tmp_path / "data.bin", tmp_path / "common.bin"):
+        with open(path, "wb") as file:
+            file.truncate(2**30)
     flags = [*FLAGS, 10**9, "--ray", "local", "--n-actors", 1, "--run-dir", tmp_path / "run"]
-    with Script(ROOT / "apex.py", [*flags, "--checkpoint-interval", 100], tmp_path) as script:
+    with Script(tmp_path / "apex.py", [*flags, "--checkpoint-interval", 100], tmp_path) as script:
         wait_for((tmp_path / "run/checkpoint.pt").exists)
         processes = psutil.Process(script.pid).children(recursive=True)
         script.signal(signal.SIGINT)
         assert script.end() == 130, script.output()
     assert checkpoint(tmp_path / "run")["step"] == summary(tmp_path / "run")["steps"] > 0
     wait_for(lambda: not any(process.is_running() for process in processes))
+    assert float(re.search(r"package '.*' \(([\d.]+)MiB\)", script.output())[1]) < 1
 
 
 def test_more_actors_than_cores(tmp_path, capsys):
