@@ -1,7 +1,9 @@
 """What several processes under torchrun cost and bring, and what Ray costs beside pipes, on Pong.
 
-python benchmarks/distributed.py ranks     # PAAC with 1, 2 and 4 ranks, three minutes
-python benchmarks/distributed.py ray       # Ape-X's actors without a learner, two minutes
+    python benchmarks/distributed.py ranks     # PAAC with 1, 2 and 4 ranks, two minutes
+    python benchmarks/distributed.py ray       # Ape-X's actors and memory, no learning, two minutes
+
+`ray` also prints how long the learner takes for a transition, and for handing out θ.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
 import torch.distributed as dist
 import tyro
 
@@ -70,20 +73,26 @@ def ray() -> None:
     observations, actions = env_spaces(PONG)
     model = apex.QNetwork(observations, actions, "nature")
     n_actors = max(1, (os.cpu_count() or 1) // 2)
-    args = apex.Args(n_actors=n_actors, ray="local")
+    args = apex.Args(n_actors=n_actors, capacity=50_000, ray="local")
+    replay = apex.Replay(observations, args, torch.device("cpu"), 0)
     for name in ("pipes", "Ray", "pipes", "Ray"):
         make_actors = apex.Actors if name == "pipes" else connect(args, apex.actor)
         with contextlib.closing(make_actors(args, 0, observations, model)) as actors:
-            n = n_bytes = 0
-            start = None
-            while not start or time.perf_counter() - start < SECONDS:
+            next(actors.receive(60))  # until they act
+            n, adding, begin = 0, 0.0, time.perf_counter()
+            while time.perf_counter() - begin < SECONDS:
                 for chunk in actors.receive(1):
-                    start = start or time.perf_counter()
+                    before = time.perf_counter()
                     n += args.chunk_size
-                    n_bytes = len(pickle.dumps(chunk))
-            seconds = time.perf_counter() - start
-        size = n_bytes / args.chunk_size
-        print(f"{name}: {n / seconds:,.0f} transitions/s, {size:,.0f} bytes per transition")
+                    replay.add(chunk)
+                    adding += time.perf_counter() - before
+            rate, size = n / (time.perf_counter() - begin), len(pickle.dumps(chunk))
+            begin = time.perf_counter()
+            for _ in range(10):
+                actors.publish(model)
+            ms = 100 * (time.perf_counter() - begin)
+        print(f"{name}: {rate:,.0f} transitions/s, {size / args.chunk_size:,.0f} bytes each,")
+        print(f"    {1e6 * adding / n:.1f} µs to add one, {ms:.1f} ms to hand out θ", flush=True)
 
 
 def main(what: tyro.conf.Positional[Literal["ranks", "ray", "rank"]]) -> None:

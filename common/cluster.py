@@ -41,7 +41,7 @@ def connect(args: Any, actor: Callable) -> Callable:
     }
     try:
         ray.init(args.ray, runtime_env=code)
-    except ConnectionError as error:
+    except (ConnectionError, ValueError) as error:
         usage_error(f"--ray {args.ray}: {error}")
     n_cores = int(ray.cluster_resources()["CPU"])
     args.n_actors = args.n_actors or n_cores - 1 or 1
@@ -118,6 +118,6 @@ class RayActors:
                     yield chunk._replace(frames=chunk.frames.copy())
 
     def close(self) -> None:
-        closing = [self.calls[i][0].close.remote() for i, n in self.failures.items() if n == 0]
+        closing = [self.calls[i][0].close.remote() for i, n in self.failures.items() if not n]
         ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
         ray.shutdown()

@@ -53,7 +53,7 @@ class RankRun(common.run.Run):
     Rank 0 has the episodes of all; it alone writes files, and goes on after training.
     """
 
-    stopped = False  # which all agree on
+    stopped = False  # instead of the property: what all have agreed on
 
     def __init__(self, script: str, args: Any, **parts: Any) -> None:
         for name in ("n_envs", "minibatch_size"):

@@ -125,7 +125,7 @@ def plain_flags(argv: list[str]) -> list[str]:
         if word == "False":
             plain[-1] = plain[-1].replace("--", "--no-", 1)
         elif word != "True":
-            if re.fullmatch(r"\d+e\d+|\d+\.\de[1-9]\d*|\d+\.\d{2,3}e([3-9]|\d\d)", word):
+            if re.fullmatch(r"\d+e\d+|\d+\.\d{1,3}e([3-9]|\d\d)", word):
                 word = str(int(float(word)))
             plain.append(word)
     return plain
@@ -286,7 +286,7 @@ class Run:
             self.writer.close()
             self.handling.__exit__(None, None, None)
         if isinstance(error, WorkerError):
-            if self.stopped:  # a signal to the whole group may end workers, too
+            if self.signal:  # to the whole group, which may end workers, too
                 return True
             print(f"{self.script}.py: {error}", file=sys.stderr)
             raise SystemExit(1) from None

@@ -63,12 +63,13 @@ def flat(x):
     return torch.as_tensor(x).double().flatten() if not isinstance(x, list) else torch.empty(0)
 
 
-def test_ranks_draw_differently(tmp_path, monkeypatch):
+@pytest.mark.parametrize("trainer", [paac, ppo_batch])
+def test_ranks_draw_differently(trainer, tmp_path, monkeypatch):
     seeds = set()
     for rank in range(2):
-        monkeypatch.setattr(paac, "RANK", rank)
-        flags = "--env-id", "CartPole-v1", "--eval-episodes", 0, "--n-workers", 0
-        assert run("paac", *flags, "--total-steps", 100, "--run-dir", tmp_path / str(rank)) == 0
+        monkeypatch.setattr(trainer, "RANK", rank)
+        flags = *small(trainer.__name__, 0), "--total-steps", 20
+        assert run(trainer.__name__, *flags, "--run-dir", tmp_path / str(rank)) == 0
         seeds.add(torch.initial_seed())
     assert len(seeds) == 2
 
