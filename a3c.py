@@ -38,7 +38,8 @@ Departures:
 - 0.01 is added to a Gaussian's σ². Box actions are mapped from [-1, 1] to their bounds and clipped.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
 - One process a core, where the paper has 16.
-- Vectors with Discrete actions are ours, and so are the presets but for `atari`.
+- Vectors with Discrete actions, the normalisation of observations and of rewards (see
+  common/norm.py), `--anneal-entropy` and the presets but for `atari` are ours.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ from torch import multiprocessing as mp
 from torch.nn import functional as F
 
 from common.evaluate import evaluate
+from common.norm import RewardScale, RunningNorm
 from common.processes import check, n_cores, start, stop
 from common.run import Run, RunArgs, load_checkpoint, parse_args
 from common.vec_env import env_seed, make_vec_env
@@ -69,20 +71,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
     # Atari on few cores, ours.
     "short": {"total_steps": 10_000_000, "t_max": 20, "learning_rate": 3e-4, "rms_eps": 1e-5},
-    # Vectors, ours: rewards of any size, and tasks that are learned in minutes.
+    # Vectors, ours. With a small ε each weight's step is about α, whatever the size of gradients. β
+    # keeps the policy open as long as a task without a reward in sight needs it, and no longer.
     "vector": {
         "total_steps": 1_000_000,
-        "learning_rate": 7e-3,
-        "clip_rewards": False,
-        "reward_scale": 0.1,
+        "learning_rate": 3e-4,
+        "entropy_coef": 0.02,
+        "anneal_entropy": True,
+        "rms_eps": 1e-5,
     },
     # With --lstm: gradients through 20 steps, as the author used on Atari.
     "recurrent": {
         "total_steps": 1_000_000,
         "t_max": 20,
         "learning_rate": 2e-3,
-        "clip_rewards": False,
-        "reward_scale": 0.1,
     },
     # Box actions: β is that of sec. 9, the rest ours, found on Pendulum. Rewards are so small that
     # β counts beside them, or the policy is certain too early; gradients and thus ε are small too.
@@ -94,8 +96,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "entropy_coef": 1e-4,
         "value_coef": 1.0,
         "rms_eps": 4e-5,
-        "clip_rewards": False,
-        "reward_scale": 0.002,
     },
 }
 
@@ -126,6 +126,8 @@ class Args(RunArgs):
     """γ, discount per step"""
     entropy_coef: float = 0.01
     """β, weight of the entropy"""
+    anneal_entropy: bool = False
+    """β falls to zero over total_steps"""
     value_coef: float = 0.25
     """weight of the squared value error"""
     max_grad_norm: float = 40.0
@@ -136,10 +138,6 @@ class Args(RunArgs):
     """ε inside RMSProp's root"""
     bootstrap_limits: bool = True
     """a time limit does not cut the return"""
-    clip_rewards: bool = True
-    """learn from rewards clipped to [-1, 1]"""
-    reward_scale: float = 1.0
-    """learn from rewards times this, where they are not clipped"""
 
 
 # --- network
@@ -200,6 +198,7 @@ class ActorCritic(nn.Module):
         self, observation_space: spaces.Box, action_space: gym.Space, arch: str, lstm: bool
     ) -> None:
         super().__init__()
+        self.norm = RunningNorm(observation_space.shape[0]) if arch == "mlp" else None
         self.discrete = isinstance(action_space, spaces.Discrete)
         n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape) + 1
         n_trunks = 1 if self.discrete else 2
@@ -215,6 +214,8 @@ class ActorCritic(nn.Module):
         Outputs of π: logits (t, n, n_actions), or means and the variance before the softplus,
         (t, n, action_dim + 1).
         """
+        if self.norm:
+            obs = self.norm(obs)
         passed = [trunk(obs, state) for trunk, state in zip(self.trunks, states, strict=True)]
         features = [features for features, _ in passed]
         states = [state for _, state in passed]
@@ -336,6 +337,7 @@ def actor_learner(
     first_step: int,
     model: ActorCritic,
     optimizers: list[RMSProp | MomentumSGD],
+    reward_scale: RewardScale,
     counts: Tensor,
     ending: Tensor,
     parent: Any,
@@ -344,7 +346,7 @@ def actor_learner(
 
     Args:
         first_step: T when this process was started.
-        model, optimizers: θ and the statistics, shared by all processes.
+        model, optimizers, reward_scale: θ and the statistics, shared by all processes.
         counts: (n_processes,) int64, shared: steps of each process, whose sum is T. The first one
             has those of earlier parts of the run.
         ending: (1,) bool, shared: all processes are to end.
@@ -357,6 +359,7 @@ def actor_learner(
     envs = make_vec_env(args.env_id, 1, 0, args.env_kwargs)  # one environment: n = 1 from here on
     local_model = copy.deepcopy(model)
     local_parameters = list(local_model.parameters())  # θ′
+    state, local_state = (list(m.state_dict().values()) for m in (model, local_model))
     with contextlib.closing(envs):
         obs = to_sequence(envs.reset(seed=env_seed(args.seed, first_step, index, 1))[0])
         states = local_model.initial_states
@@ -364,7 +367,7 @@ def actor_learner(
         episode_length = 0
         episode_return = reported = 0.0
         while args.total_steps > T and not ending[0]:
-            sync(local_parameters, parameters)  # θ′ ← θ
+            sync(local_state, state)  # θ′ ← θ
             observations, actions, rewards = [], [], []
             first_states = states
             rollout_over = False
@@ -375,7 +378,8 @@ def actor_learner(
                 observations.append(obs)
                 actions.append(action)
                 next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
-                rewards.append(learned_reward(float(reward[0]), args))
+                rewards.append(float(reward[0]))
+                reward_scale.see(reward, terminated | truncated)
                 obs = to_sequence(next_obs)
                 done = bool(terminated[0] or truncated[0])
                 counts[index] += 1  # T ← T + 1
@@ -390,14 +394,19 @@ def actor_learner(
                 with torch.no_grad():
                     # discard the LSTM state: the next rollout starts from s_t again
                     R = local_model(last_obs, states)[1].item()
-            returns = rollout_returns(rewards, R, args.gamma)  # R ← r_i + γ R
+            reward_scale.update()
+            r = reward_scale(torch.tensor(rewards)).tolist()
+            returns = rollout_returns(r, R, args.gamma)  # R ← r_i + γ R
             # θ′ has not changed: a pass over the rollout gives what was acted on, with gradients
             outputs, values, _ = local_model(torch.cat(observations), first_states)
             log_probs, entropies = local_model.log_prob_and_entropy(
                 outputs[:, 0], torch.cat(actions)
             )
+            entropy_coef = args.entropy_coef
+            if args.anneal_entropy:
+                entropy_coef = linear_decay(entropy_coef, T, args.total_steps)
             loss, policy_loss, value_loss = a3c_loss(
-                log_probs, entropies, values[:, 0], returns, args.entropy_coef, args.value_coef
+                log_probs, entropies, values[:, 0], returns, entropy_coef, args.value_coef
             )
             local_model.zero_grad()
             loss.backward()  # dθ, summed over the rollout
@@ -409,6 +418,8 @@ def actor_learner(
             lr = linear_decay(args.learning_rate, T, args.total_steps)
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()  # asynchronous update of θ
+            if model.norm:
+                model.norm.update(torch.cat(observations))
             if done:
                 parent.send(("episode", float(episode_return), episode_length))
                 episode_return = 0.0
@@ -427,17 +438,21 @@ def actor_learner(
 
 
 def train(
-    args: Args, run: Run, model: ActorCritic, optimizers: list[RMSProp | MomentumSGD]
+    args: Args,
+    run: Run,
+    model: ActorCritic,
+    optimizers: list[RMSProp | MomentumSGD],
+    reward_scale: RewardScale,
 ) -> None:
     """The parent: starts the actor-learners and follows them to the end; it trains nothing.
 
     Without locks, a checkpoint may hold half of an update, as every snapshot θ′ may.
     """
-    share(model, *optimizers)
+    share(model, *optimizers, reward_scale)
     counts = torch.zeros(args.n_processes, dtype=torch.int64).share_memory_()
     counts[0] = run.step
     ending = torch.tensor([False]).share_memory_()
-    shared = model, optimizers, counts, ending
+    shared = model, optimizers, reward_scale, counts, ending
     processes, connections, losses = [], [], {}
     try:
         for i in range(args.n_processes):
@@ -498,13 +513,9 @@ def share(*parts: nn.Module | torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
-def sync(parameters: list[Tensor], source: list[Tensor]) -> None:
+def sync(state: list[Tensor], source: list[Tensor]) -> None:
     """θ′ ← θ, or θ⁻ ← θ, without a lock."""
-    torch._foreach_copy_(parameters, source)
-
-
-def learned_reward(reward: float, args: Args) -> float:
-    return min(max(reward, -1.0), 1.0) if args.clip_rewards else reward * args.reward_scale
+    torch._foreach_copy_(state, source)
 
 
 def to_sequence(obs: np.ndarray) -> Tensor:
@@ -534,13 +545,14 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(args.seed)
     model = ActorCritic(observations, actions, args.arch, args.lstm)  # θ
     optimizers = make_optimizers(args, model)
+    reward_scale = RewardScale(args)
 
     if args.evaluate:
         load_checkpoint("a3c", args.evaluate, model=model)
     else:
         parts = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
-        with Run("a3c", args, model=model, **parts) as run:
-            train(args, run, model, optimizers)
+        with Run("a3c", args, model=model, reward_scale=reward_scale, **parts) as run:
+            train(args, run, model, optimizers, reward_scale)
         if not run.complete:
             return 128 + run.signal
 

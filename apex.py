@@ -47,7 +47,8 @@ Departures:
   `--ray`, what it acts on for 100 steps is the θ of 100 steps earlier.
 - `--replay-ratio` holds actors and learner to a ratio; in the paper both run free, at about 0.78.
 - 50 million steps are 200 million frames; the paper has 22.8 billion.
-- The paper has no vectors: the MLP and the presets but for `atari` are ours.
+- The paper has no vectors: the MLP, the normalisation of observations and of rewards (see
+  common/norm.py) and the presets but for `atari` are ours.
 - For images the convolutions run in bfloat16 on CPUs that have AVX512_BF16 (`--bfloat16 off`), and
   convolutions on CUDA are TF32; everything else is float32.
 
@@ -79,6 +80,7 @@ from torch import multiprocessing as mp
 
 from common.atari import STACK
 from common.evaluate import evaluate
+from common.norm import RewardScale, RunningNorm
 from common.processes import check, n_cores, start, stop
 from common.run import Run, RunArgs, load_checkpoint, parse_args, pick_device, usage_error
 from common.sum_tree import SumTree
@@ -112,8 +114,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "target_interval": 250,
         "learning_rate": 1e-3,
         "eval_epsilon": 0.0,
-        "clip_rewards": False,
-        "reward_scale": 0.1,
     },
 }
 
@@ -177,10 +177,6 @@ class Args(RunArgs):
     """decay of RMSProp's averages g and m per update"""
     rms_eps: float = 1.5e-7
     """ε inside RMSProp's root"""
-    clip_rewards: bool = True
-    """learn from rewards clipped to [-1, 1]"""
-    reward_scale: float = 1.0
-    """learn from rewards times this, where they are not clipped"""
 
 
 # --- network
@@ -202,6 +198,7 @@ class QNetwork(nn.Module):
     ) -> None:
         super().__init__()
         self.bfloat16 = bfloat16
+        self.norm = RunningNorm(observation_space.shape[0]) if arch == "mlp" else None
         if arch == "nature":  # (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7
             layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1), nn.Flatten()]
             n_features, n_hidden = 3136, 512
@@ -227,7 +224,7 @@ class QNetwork(nn.Module):
                 features = self.trunk(obs)
             features = features.float()
         else:
-            features = self.trunk(obs)
+            features = self.trunk(self.norm(obs))
         advantages = self.advantages(features)
         return self.value(features) + advantages - advantages.mean(1, keepdim=True)
 
@@ -330,6 +327,7 @@ class Chunk(NamedTuple):
     n_earlier: np.ndarray  # (B,) frames of the same episode before each of them
     transitions: np.ndarray  # (B,) TRANSITION
     priorities: np.ndarray  # (B,) of the transitions, 0 where there is none
+    reward_sums: np.ndarray | None = None  # of a `RewardScale`, since the actor's last chunk
 
 
 class Batch(NamedTuple):
@@ -452,8 +450,8 @@ class Row(NamedTuple):
 class LocalBuffer:
     """The last frames of one environment, until their transitions are complete."""
 
-    def __init__(self, env: int, args: Args) -> None:
-        self.env, self.args = env, args
+    def __init__(self, env: int, args: Args, reward_scale: RewardScale) -> None:
+        self.env, self.args, self.reward_scale = env, args, reward_scale
         self.episodes = []
         self.rows = [Row(None, 0, 0.0)] * args.n_step  # nothing was done before the first frame
 
@@ -467,7 +465,8 @@ class LocalBuffer:
             returns, discounts, n_rewards = n_step_transitions(
                 rewards, terminated, acted, n, self.args.gamma
             )
-            errors = returns + discounts * q_max[np.arange(B) + n_rewards] - q_taken[:B]
+            errors = returns / self.reward_scale.sigma - q_taken[:B]
+            errors += discounts * q_max[np.arange(B) + n_rewards]
             columns = actions[:B], returns, discounts, n_rewards
             yield Chunk(
                 self.env,
@@ -491,7 +490,8 @@ def actor(index: int, args: Args, first_step: int, fetch: Callable) -> Iterator[
     torch.manual_seed(env_seed(args.seed, first_step, index))
     envs = RecordEpisodeStatistics(make_vec_env(args.env_id, n, 0, args.env_kwargs))
     with contextlib.closing(envs):
-        buffers = [LocalBuffer(index * n + i, args) for i in range(n)]
+        reward_scale = RewardScale(args)
+        buffers = [LocalBuffer(index * n + i, args, reward_scale) for i in range(n)]
         epsilons = torch.tensor(
             [
                 epsilon_of(args.epsilon, args.epsilon_alpha, buffer.env, args.n_actors * n)
@@ -514,9 +514,10 @@ def actor(index: int, args: Args, first_step: int, fetch: Callable) -> Iterator[
                 q_values.max(1),
                 actions,
                 q_values[np.arange(n), actions],
-                learned_rewards(reward, args),
+                np.clip(reward, -1, 1) if reward_scale.how == "clip" else reward,
                 terminated,
             )
+            reward_scale.see(reward, terminated | truncated)
             for buffer, row in zip(buffers, map(Row, *columns), strict=True):
                 buffer.rows.append(row)  # LocalBuffer.Add((s, a, r, γ))
             n_earlier += 1
@@ -529,11 +530,11 @@ def actor(index: int, args: Args, first_step: int, fetch: Callable) -> Iterator[
                 n_earlier[i] = 0
             obs = next_obs
             # τ ← LocalBuffer.Get(B), p ← ComputePriorities(τ), Replay.Add(τ, p)
-            yield [chunk for buffer in buffers for chunk in buffer.chunks()]
-
-
-def learned_rewards(rewards: np.ndarray, args: Args) -> np.ndarray:
-    return np.clip(rewards, -1, 1) if args.clip_rewards else rewards * args.reward_scale
+            yield [
+                chunk._replace(reward_sums=reward_scale.update())
+                for buffer in buffers
+                for chunk in buffer.chunks()
+            ]
 
 
 # --- transport
@@ -613,6 +614,7 @@ def update(
     target_model: QNetwork,
     optimizer: CentredRMSProp,
     batch: Batch,
+    sigma: float,
     max_grad_norm: float,
 ) -> tuple[np.ndarray, dict[str, Tensor]]:
     """One update of θ. Returns the errors δ before it, (n,), and what to log.
@@ -622,7 +624,8 @@ def update(
     with torch.no_grad():
         next_q_values = model(batch.next_obs), target_model(batch.next_obs)
     q_values = model(batch.obs).gather(1, batch.actions[:, None]).squeeze(1)
-    errors = double_q_targets(batch.returns, batch.discounts, *next_q_values) - q_values
+    targets = double_q_targets(batch.returns / sigma, batch.discounts, *next_q_values)
+    errors = targets - q_values
     squares = errors.square()
     loss = (batch.weights * squares / 2).mean()
     optimizer.zero_grad()
@@ -640,6 +643,7 @@ def train(
     model: QNetwork,
     target_model: QNetwork,
     optimizer: CentredRMSProp,
+    reward_scale: RewardScale,
     device: torch.device,
     make_actors: Callable,
 ) -> None:
@@ -656,6 +660,9 @@ def train(
             if not due or ratio == math.inf:  # what is due is learned before more is taken
                 for chunk in actors.receive(0 if due else 0.1):
                     step += replay.add(chunk)
+                    reward_scale.add(chunk.reward_sums)
+                    if model.norm:
+                        model.norm.update(torch.from_numpy(chunk.frames).to(device))
                     for episode in chunk.episodes:
                         run.log_episode(*episode)
             if not due:
@@ -663,7 +670,9 @@ def train(
                 continue
             batch = replay.sample()  # id, τ ← Replay.Sample()
             # l ← ComputeLoss(τ; θ), θ ← UpdateParameters(l; θ), p ← ComputePriorities()
-            errors, losses = update(model, target_model, optimizer, batch, args.max_grad_norm)
+            errors, losses = update(
+                model, target_model, optimizer, batch, reward_scale.sigma, args.max_grad_norm
+            )
             replay.set_priorities(batch.indices, errors)  # Replay.SetPriority(id, p)
             learned += args.batch_size
             losses["replay_ratio"] = learned / (step - first_step)  # 0.78 in the paper
@@ -731,13 +740,16 @@ def main(argv: list[str] | None = None) -> int:
     model = QNetwork(observations, actions, arch, args.bfloat16 == "on").to(device)  # θ
     target_model = copy.deepcopy(model)  # θ⁻
     optimizer = CentredRMSProp(model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps)
+    reward_scale = RewardScale(args)
 
     if args.evaluate:
         load_checkpoint("apex", args.evaluate, model=model)
     else:
         args.capacity = pick_capacity(args, observations)
-        with Run("apex", args, model=model, target_model=target_model, optimizer=optimizer) as run:
-            train(args, run, observations, model, target_model, optimizer, device, make_actors)
+        parts = {"model": model, "target_model": target_model, "optimizer": optimizer}
+        parts["reward_scale"] = reward_scale
+        with Run("apex", args, **parts) as run:
+            train(args, run, observations, *parts.values(), device, make_actors)
         if not run.complete:
             return 128 + run.signal
 

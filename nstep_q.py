@@ -31,7 +31,8 @@ Departures:
 - A time limit does not cut the return: it bootstraps from the final observation.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
 - One process a core, where the paper has 16.
-- The paper has no vectors: the MLP and the presets but for `atari` are ours.
+- The paper has no vectors: the MLP, the normalisation of observations and of rewards (see
+  common/norm.py) and the presets but for `atari` are ours.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from torch import Tensor, nn
 from torch import multiprocessing as mp
 
 from common.evaluate import evaluate
+from common.norm import RewardScale, RunningNorm
 from common.processes import check, n_cores, start, stop
 from common.run import Run, RunArgs, load_checkpoint, parse_args, usage_error
 from common.vec_env import env_seed, make_vec_env
@@ -69,16 +71,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "learning_rate": 3e-4,
         "rms_eps": 1e-5,
     },
-    # Vectors, ours: rewards of any size, and tasks that are learned in minutes. With epsilon_finals
-    # of async_q.py, or with its rms_eps as well, some seeds fail on CartPole.
+    # Vectors, ours: tasks that are learned in minutes. With a larger or a smaller ε of RMSProp
+    # Acrobot is not learned.
     "vector": {
         "total_steps": 1_000_000,
         "epsilon_steps": 100_000,
         "target_interval": 200,
-        "learning_rate": 7e-3,
+        "learning_rate": 1e-3,
+        "rms_eps": 1e-3,
         "eval_epsilon": 0.0,
-        "clip_rewards": False,
-        "reward_scale": 0.1,
     },
 }
 
@@ -118,10 +119,6 @@ class Args(RunArgs):
     """decay of RMSProp's mean square g per update"""
     rms_eps: float = 0.1
     """ε inside RMSProp's root"""
-    clip_rewards: bool = True
-    """learn from rewards clipped to [-1, 1]"""
-    reward_scale: float = 1.0
-    """learn from rewards times this, where they are not clipped"""
 
 
 # --- network
@@ -138,6 +135,7 @@ class QNetwork(nn.Module):
         self, observation_space: spaces.Box, action_space: spaces.Discrete, arch: str
     ) -> None:
         super().__init__()
+        self.norm = RunningNorm(observation_space.shape[0]) if arch == "mlp" else None
         if arch == "nips":  # (n, 4, 84, 84) → 16x20x20 → 32x9x9 → 256
             layers = [*conv(4, 16, 8, 4), *conv(16, 32, 4, 2)]
             layers += [nn.Flatten(), nn.Linear(2592, 256), nn.ReLU(inplace=True)]
@@ -153,6 +151,8 @@ class QNetwork(nn.Module):
         """(n, 4, 84, 84) uint8 or (n, d) float → (n, n_actions)."""
         if obs.dtype == torch.uint8:
             obs = obs.to(torch.float32, memory_format=torch.channels_last).div_(255)
+        elif self.norm:
+            obs = self.norm(obs)
         return self.layers(obs)
 
 
@@ -225,6 +225,7 @@ def actor_learner(
     model: QNetwork,
     target_model: QNetwork,
     optimizer: RMSProp,
+    reward_scale: RewardScale,
     counts: Tensor,
     target_step: Tensor,
     ending: Tensor,
@@ -234,7 +235,8 @@ def actor_learner(
 
     Args:
         first_step: T when this process was started.
-        model, target_model, optimizer: θ, θ⁻ and RMSProp's g, shared by all processes.
+        model, target_model, optimizer, reward_scale: θ, θ⁻, RMSProp's g and the size of rewards,
+            shared by all processes.
         counts: (n_processes,) int64, shared: steps of each process, whose sum is T. The first one
             has those of earlier parts of the run.
         target_step: (1,) int64, shared: T when θ⁻ was copied last, or when the processes started.
@@ -242,19 +244,22 @@ def actor_learner(
         parent: connection for reports of episodes and losses.
     """
     counts, target_step, ending = counts.numpy(), target_step.numpy(), ending.numpy()
-    parameters, target_parameters = list(model.parameters()), list(target_model.parameters())
+    parameters = list(model.parameters())
     epsilon_final = draw_epsilon_final(args, index)
     torch.manual_seed(env_seed(args.seed, first_step, index))
     envs = make_vec_env(args.env_id, 1, 0, args.env_kwargs)  # one environment: n = 1 from here on
     local_model = copy.deepcopy(model)
     local_parameters = list(local_model.parameters())  # θ′
+    state, local_state, target_state = (
+        list(m.state_dict().values()) for m in (model, local_model, target_model)
+    )
     with contextlib.closing(envs):
         obs = torch.from_numpy(envs.reset(seed=env_seed(args.seed, first_step, index, 1))[0])
         T = first_step
         episode_length = 0
         episode_return = reported = 0.0
         while args.total_steps > T and not ending[0]:
-            sync(local_parameters, parameters)  # θ′ ← θ
+            sync(local_state, state)  # θ′ ← θ
             observations, actions, rewards = [], [], []
             rollout_over = False
             while not rollout_over:
@@ -264,7 +269,8 @@ def actor_learner(
                 observations.append(obs)
                 actions.append(action)
                 next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
-                rewards.append(learned_reward(float(reward[0]), args))
+                rewards.append(float(reward[0]))
+                reward_scale.see(reward, terminated | truncated)
                 obs = torch.from_numpy(next_obs)
                 done = bool(terminated[0] or truncated[0])
                 counts[index] += 1  # T ← T + 1
@@ -278,7 +284,9 @@ def actor_learner(
                 last_obs = torch.from_numpy(np.stack(info["final_obs"])) if done else obs
                 with torch.no_grad():
                     R = target_model(last_obs).max().item()
-            returns = rollout_returns(rewards, R, args.gamma)  # R ← r_i + γ R
+            reward_scale.update()
+            r = reward_scale(torch.tensor(rewards)).tolist()
+            returns = rollout_returns(r, R, args.gamma)  # R ← r_i + γ R
             q_values = local_model(torch.cat(observations)).gather(1, torch.stack(actions))
             q_values = q_values.squeeze(1)  # Q(s_i, a_i; θ′)
             squares = (returns - q_values).square()
@@ -292,9 +300,11 @@ def actor_learner(
             lr = linear_decay(args.learning_rate, T, args.total_steps)
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()  # asynchronous update of θ
+            if model.norm:
+                model.norm.update(torch.cat(observations))
             if T // args.target_interval > target_step[0] // args.target_interval:
                 target_step[0] = T
-                sync(target_parameters, parameters)  # θ⁻ ← θ
+                sync(target_state, state)  # θ⁻ ← θ
             if done:
                 parent.send(("episode", float(episode_return), episode_length))
                 episode_return = 0.0
@@ -312,18 +322,23 @@ def actor_learner(
 
 
 def train(
-    args: Args, run: Run, model: QNetwork, target_model: QNetwork, optimizer: RMSProp
+    args: Args,
+    run: Run,
+    model: QNetwork,
+    target_model: QNetwork,
+    optimizer: RMSProp,
+    reward_scale: RewardScale,
 ) -> None:
     """The parent: starts the actor-learners and follows them to the end; it trains nothing.
 
     Without locks, a checkpoint may hold half of an update, as what a process acts on may.
     """
-    share(model, target_model, optimizer)
+    share(model, target_model, optimizer, reward_scale)
     counts = torch.zeros(args.n_processes, dtype=torch.int64).share_memory_()
     counts[0] = run.step
     target_step = torch.tensor([run.step]).share_memory_()
     ending = torch.tensor([False]).share_memory_()
-    shared = model, target_model, optimizer, counts, target_step, ending
+    shared = model, target_model, optimizer, reward_scale, counts, target_step, ending
     processes, connections, losses = [], [], {}
     try:
         for i in range(args.n_processes):
@@ -370,13 +385,9 @@ def share(*parts: nn.Module | torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
-def sync(parameters: list[Tensor], source: list[Tensor]) -> None:
+def sync(state: list[Tensor], source: list[Tensor]) -> None:
     """θ′ ← θ, or θ⁻ ← θ, without a lock."""
-    torch._foreach_copy_(parameters, source)
-
-
-def learned_reward(reward: float, args: Args) -> float:
-    return min(max(reward, -1.0), 1.0) if args.clip_rewards else reward * args.reward_scale
+    torch._foreach_copy_(state, source)
 
 
 # --- main
@@ -402,13 +413,15 @@ def main(argv: list[str] | None = None) -> int:
     optimizer = RMSProp(
         model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, initial_square=0.0
     )
+    reward_scale = RewardScale(args)
 
     if args.evaluate:
         load_checkpoint("nstep_q", args.evaluate, model=model)
     else:
         parts = {"model": model, "target_model": target_model, "optimizer": optimizer}
+        parts["reward_scale"] = reward_scale
         with Run("nstep_q", args, **parts) as run:
-            train(args, run, model, target_model, optimizer)
+            train(args, run, *parts.values())
         if not run.complete:
             return 128 + run.signal
 

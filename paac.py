@@ -27,8 +27,9 @@ Departures:
 - A time limit does not cut the return: it bootstraps from V of the final observation.
 - Atari as in common/atari.py: 0 to 30 no-ops (the code; the paper has 1 to 30), three black frames
   in the first stack, truncation after half an hour.
-- The paper has no vectors and no continuous actions. The MLP, the normalisation of observations,
-  the Gaussian and the presets `vector`, `continuous` and `short` are ours.
+- The paper has no vectors and no continuous actions. The MLP, the normalisation of observations and
+  of rewards (see common/norm.py), the Gaussian, `--anneal-entropy` and the presets `vector`,
+  `continuous` and `short` are ours.
 - For images the trunk runs in bfloat16 on CPUs that have AVX512_BF16 (`--bfloat16 off`), and
   convolutions on CUDA are TF32; everything else is float32.
 """
@@ -55,8 +56,9 @@ from gymnasium import spaces
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
 
-from common.distributed import N_RANKS, RANK, Run, average_gradients, of_all_ranks
+from common.distributed import N_RANKS, RANK, Run, average_gradients
 from common.evaluate import evaluate
+from common.norm import RewardScale, RunningNorm
 from common.processes import n_cores
 from common.run import RunArgs, load_checkpoint, parse_args, pick_device
 from common.vec_env import env_seed, make_vec_env
@@ -68,12 +70,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "code": {"total_steps": 80_000_000, "entropy_coef": 0.02, "max_grad_norm": 3.0},
     # Atari on few cores, ours: 95 % of Breakout's squared gradients lie below 3e-8.
     "short": {"total_steps": 10_000_000, "learning_rate": 7e-4, "rms_eps": 1e-10},
-    # Vectors, ours: rewards of any size, and tasks that are learned in minutes.
+    # Vectors, ours. With a small ε each weight's step is about α, whatever the size of gradients. β
+    # keeps the policy open as long as a task without a reward in sight needs it, and no longer.
     "vector": {
         "total_steps": 1_000_000,
         "n_envs": 16,
-        "clip_rewards": False,
-        "reward_scale": 0.1,
+        "learning_rate": 3e-3,
+        "entropy_coef": 0.02,
+        "anneal_entropy": True,
+        "rms_eps": 1e-5,
     },
     # Box actions, ours but for the weight of the entropy (Mnih et al. 2016, sec. 9). So small an ε
     # makes each weight's step about α, whatever the size of the rewards. value_coef was found on
@@ -86,8 +91,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "entropy_coef": 1e-4,
         "value_coef": 1.0,
         "rms_eps": 1e-5,
-        "clip_rewards": False,
-        "reward_scale": 0.1,
     },
 }
 
@@ -120,6 +123,8 @@ class Args(RunArgs):
     """γ, discount per step"""
     entropy_coef: float = 0.01
     """β, weight of the entropy"""
+    anneal_entropy: bool = False
+    """β falls to zero over total_steps"""
     value_coef: float = 0.25
     """weight of the squared value error"""
     max_grad_norm: float = 40.0
@@ -128,10 +133,6 @@ class Args(RunArgs):
     """decay of RMSProp's mean square g per update"""
     rms_eps: float = 0.1
     """ε inside RMSProp's root"""
-    clip_rewards: bool = True
-    """learn from rewards clipped to [-1, 1]"""
-    reward_scale: float = 1.0
-    """learn from rewards times this, where they are not clipped"""
 
 
 # --- network
@@ -144,34 +145,6 @@ def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[
 def mlp(n_inputs: int, n_outputs: int) -> nn.Sequential:
     hidden = [nn.Linear(n_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()]
     return nn.Sequential(*hidden, nn.Linear(64, n_outputs))
-
-
-class RunningNorm(nn.Module):
-    """(x - mean) / √(var + eps), clipped to ±clip.
-
-    Normalises vectors by a running mean and variance, as /255 does images. Both change only in
-    `update`, and checkpoints save them.
-    """
-
-    def __init__(self, size: int, eps: float, clip: float) -> None:
-        super().__init__()
-        self.eps, self.clip = eps, clip
-        self.register_buffer("mean", torch.zeros(size))
-        self.register_buffer("var", torch.ones(size))
-        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
-
-    def update(self, x: Tensor) -> None:
-        """Merge the vectors x, (..., size), into the mean and the (population) variance."""
-        x = x.flatten(0, -2)
-        total = self.count + len(x)
-        weight = (len(x) / total).float()
-        delta = x.mean(0) - self.mean
-        self.var += weight * (x.var(0, unbiased=False) - self.var + (1 - weight) * delta**2)
-        self.mean += weight * delta
-        self.count.copy_(total)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ((x - self.mean) / (self.var + self.eps).sqrt()).clamp(-self.clip, self.clip)
 
 
 class ActorCritic(nn.Module):
@@ -193,7 +166,7 @@ class ActorCritic(nn.Module):
         n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape)
         if arch == "mlp":
             n_inputs = observation_space.shape[0]
-            self.trunk = RunningNorm(n_inputs, eps=1e-8, clip=10.0)
+            self.trunk = RunningNorm(n_inputs)
             self.policy, self.value = mlp(n_inputs, n_outputs), mlp(n_inputs, 1)
         else:
             if arch == "nips":  # (n, 4, 84, 84) → 16x20x20 → 32x9x9 → 256
@@ -316,7 +289,12 @@ class RMSProp(torch.optim.Optimizer):
 
 
 def train(
-    args: Args, run: Run, model: ActorCritic, optimizer: RMSProp, device: torch.device
+    args: Args,
+    run: Run,
+    model: ActorCritic,
+    optimizer: RMSProp,
+    reward_scale: RewardScale,
+    device: torch.device,
 ) -> None:
     """Algorithm 1, from `run.step` on."""
     torch.manual_seed(env_seed(args.seed, run.step) + RANK)
@@ -345,8 +323,9 @@ def train(
                 # l. 7-10
                 next_obs, reward, terminated, truncated, info = envs.step(action.cpu().numpy())
                 obs = to_device(next_obs, device)
-                rewards[t] = learned_rewards(reward, args)
+                rewards[t] = reward
                 dones[t] = terminated | truncated
+                reward_scale.see(reward, dones[t])
                 timed_out = truncated & ~terminated
                 if timed_out.any():  # a time limit ends the episode but not the return
                     with torch.no_grad():
@@ -356,8 +335,12 @@ def train(
                     run.log_episode(info["episode"]["r"][i], info["episode"]["l"][i])
             with torch.no_grad():
                 bootstrap = model(obs)[1]  # l. 12
-            r, ends = to_device(rewards, device), to_device(dones, device)
+            reward_scale.update()
+            r, ends = to_device(reward_scale(rewards), device), to_device(dones, device)
             returns = n_step_returns(r, ends, final_values, bootstrap, args.gamma)  # l. 13-15
+            entropy_coef = args.entropy_coef
+            if args.anneal_entropy:
+                entropy_coef = linear_decay(entropy_coef, step, args.total_steps)
             log_probs, entropies = model.log_prob_and_entropy(
                 torch.stack(outputs), torch.stack(actions)
             )
@@ -366,7 +349,7 @@ def train(
                 entropies,
                 torch.stack(values),
                 returns,
-                args.entropy_coef,
+                entropy_coef,
                 args.value_coef,
             )
             optimizer.zero_grad()
@@ -381,7 +364,7 @@ def train(
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()  # l. 18
             if isinstance(model.trunk, RunningNorm):
-                model.trunk.update(of_all_ranks(torch.stack(observations)))
+                model.trunk.update(torch.stack(observations))
             run.log_update(
                 step,
                 policy_loss=policy_loss,
@@ -390,10 +373,6 @@ def train(
                 grad_norm=grad_norm,
                 learning_rate=lr,
             )
-
-
-def learned_rewards(rewards: np.ndarray, args: Args) -> np.ndarray:
-    return np.clip(rewards, -1, 1) if args.clip_rewards else rewards * args.reward_scale
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -431,12 +410,14 @@ def main(argv: list[str] | None = None) -> int:
     optimizer = RMSProp(
         model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, initial_square=1.0
     )
+    reward_scale = RewardScale(args)
 
     if args.evaluate:
         load_checkpoint("paac", args.evaluate, model=model)
     else:
-        with Run("paac", args, model=model, optimizer=optimizer) as run:
-            train(args, run, model, optimizer, device)
+        parts = {"model": model, "optimizer": optimizer, "reward_scale": reward_scale}
+        with Run("paac", args, **parts) as run:
+            train(args, run, *parts.values(), device)
         if not run.complete:
             return 128 + run.signal
 

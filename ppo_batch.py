@@ -28,10 +28,12 @@ This is the PPO of ChainerRL's code and of PFRL, its successor in PyTorch:
   its example has 1, and α falls to zero, as in ChainerRL's batch example, where PFRL's is constant
   (`--no-anneal-lr`). `short`, with the smaller network, is ours.
 - ChainerRL's constants, but for its LeCun weights, are `--preset vector --gamma 0.99 --gae-lambda
-  0.95 --no-standardize-advantages --reward-scale 0.01 --n-envs 1 --total-steps 1e6
-  --no-bootstrap-limits`. Those of Table 5 of Schulman et al. are `--update-epochs 3 --anneal-clip`.
+  0.95 --no-standardize-advantages --n-envs 1 --total-steps 1e6 --no-bootstrap-limits`, and 0.01 for
+  what rewards are multiplied with. Those of Table 5 of Schulman et al. are `--update-epochs 3
+  --anneal-clip`.
 
 Departures:
+- Rewards are divided by the size of returns, but for Atari (see common/norm.py; `--rewards raw`).
 - A time limit does not cut the return: it bootstraps from V of the final observation. PFRL's MuJoCo
   example cuts it (`--no-bootstrap-limits`).
 - α and ε are those of the rollout's first step, as in the code of Schulman et al. PFRL's are those
@@ -69,6 +71,7 @@ from torch import Tensor, nn
 
 from common.distributed import N_RANKS, RANK, Run, average_gradients, of_all_ranks
 from common.evaluate import evaluate
+from common.norm import RewardScale, RunningNorm
 from common.processes import n_cores
 from common.run import RunArgs, load_checkpoint, parse_args, pick_device
 from common.vec_env import env_seed, make_vec_env
@@ -97,7 +100,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "gae_lambda": 0.97,
         "entropy_coef": 0.0,
         "max_grad_norm": None,
-        "clip_rewards": False,
     },
 }
 
@@ -153,10 +155,6 @@ class Args(RunArgs):
     """Adam's ε"""
     bootstrap_limits: bool = True
     """a time limit does not cut the return"""
-    clip_rewards: bool = True
-    """learn from rewards clipped to [-1, 1]"""
-    reward_scale: float = 1.0
-    """learn from rewards times this, where they are not clipped"""
 
 
 # --- network
@@ -169,34 +167,6 @@ def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[
 def mlp(n_inputs: int, n_outputs: int) -> nn.Sequential:
     hidden = [nn.Linear(n_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()]
     return nn.Sequential(*hidden, nn.Linear(64, n_outputs))
-
-
-class RunningNorm(nn.Module):
-    """(x - mean) / √(var + eps), clipped to ±clip.
-
-    Normalises vectors by a running mean and variance, as /255 does images. Both change only in
-    `update`, and checkpoints save them.
-    """
-
-    def __init__(self, size: int, eps: float, clip: float) -> None:
-        super().__init__()
-        self.eps, self.clip = eps, clip
-        self.register_buffer("mean", torch.zeros(size))
-        self.register_buffer("var", torch.ones(size))
-        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
-
-    def update(self, x: Tensor) -> None:
-        """Merge the vectors x, (..., size), into the mean and the (population) variance."""
-        x = x.flatten(0, -2)
-        total = self.count + len(x)
-        weight = (len(x) / total).float()
-        delta = x.mean(0) - self.mean
-        self.var += weight * (x.var(0, unbiased=False) - self.var + (1 - weight) * delta**2)
-        self.mean += weight * delta
-        self.count.copy_(total)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ((x - self.mean) / (self.var + self.eps).sqrt()).clamp(-self.clip, self.clip)
 
 
 class ActorCritic(nn.Module):
@@ -421,6 +391,7 @@ def train(
     run: Run,
     model: ActorCritic,
     optimizer: torch.optim.Optimizer,
+    reward_scale: RewardScale,
     device: torch.device,
 ) -> None:
     """Algorithm 1 of Schulman et al. 2017, from `run.step` on."""
@@ -449,8 +420,9 @@ def train(
                 actions.append(action)
                 next_obs, reward, terminated, truncated, info = envs.step(action.cpu().numpy())
                 obs = to_device(next_obs, device)  # after an episode's end the first of the next
-                rewards[t] = learned_rewards(reward, args)
+                rewards[t] = reward
                 dones[t] = terminated | truncated
+                reward_scale.see(reward, dones[t])
                 timed_out = truncated & ~terminated
                 if args.bootstrap_limits and timed_out.any():
                     with torch.no_grad():
@@ -462,7 +434,8 @@ def train(
                 bootstrap = model(obs)[1]  # unfinished episodes go on in the next batch
                 actions, values = torch.stack(actions), torch.stack(values)
                 log_probs, _ = model.log_prob_and_entropy(torch.stack(outputs), actions)
-            r, ends = to_device(rewards, device), to_device(dones, device)
+            reward_scale.update()
+            r, ends = to_device(reward_scale(rewards), device), to_device(dones, device)
             advantages = gae(  # A_1 to A_T
                 r, ends, values, final_values, bootstrap, args.gamma, args.gae_lambda
             )
@@ -474,7 +447,7 @@ def train(
             if observations.ndim == 4:  # images: as the convolutions want them
                 observations = observations.contiguous(memory_format=torch.channels_last)
             if isinstance(model.trunk, RunningNorm):
-                model.trunk.update(of_all_ranks(observations))
+                model.trunk.update(observations)
             lr, clip_coef = args.learning_rate, args.clip_coef
             if args.anneal_lr:
                 lr = linear_decay(lr, step, args.total_steps)
@@ -486,10 +459,6 @@ def train(
             batch = [observations, *(x.flatten(0, 1) for x in data)]
             losses = update(model, optimizer, batch, clip_coef, args)  # K epochs
             run.log_update(step, **losses, learning_rate=lr)
-
-
-def learned_rewards(rewards: np.ndarray, args: Args) -> np.ndarray:
-    return np.clip(rewards, -1, 1) if args.clip_rewards else rewards * args.reward_scale
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -525,12 +494,14 @@ def main(argv: list[str] | None = None) -> int:
     optimizer = torch.optim.Adam(
         [flatten(model)], args.learning_rate, eps=args.adam_eps, fused=True
     )
+    reward_scale = RewardScale(args)
 
     if args.evaluate:
         load_checkpoint("ppo_batch", args.evaluate, model=model)
     else:
-        with Run("ppo_batch", args, model=model, adam=optimizer) as run:
-            train(args, run, model, optimizer, device)
+        parts = {"model": model, "adam": optimizer, "reward_scale": reward_scale}
+        with Run("ppo_batch", args, **parts) as run:
+            train(args, run, *parts.values(), device)
         if not run.complete:
             return 128 + run.signal
 

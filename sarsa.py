@@ -35,7 +35,8 @@ Departures:
   drawn but never taken.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
 - One process a core, where the paper has 16.
-- The paper has no vectors: the MLP and the presets but for `atari` are ours.
+- The paper has no vectors: the MLP, the normalisation of observations and of rewards (see
+  common/norm.py) and the presets but for `atari` are ours.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from torch import Tensor, nn
 from torch import multiprocessing as mp
 
 from common.evaluate import evaluate
+from common.norm import RewardScale, RunningNorm
 from common.processes import check, n_cores, start, stop
 from common.run import Run, RunArgs, load_checkpoint, parse_args, usage_error
 from common.vec_env import env_seed, make_vec_env
@@ -82,8 +84,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "target_interval": 200,
         "learning_rate": 4e-3,
         "eval_epsilon": 0.0,
-        "clip_rewards": False,
-        "reward_scale": 0.1,
     },
 }
 
@@ -123,10 +123,6 @@ class Args(RunArgs):
     """decay of RMSProp's mean square g per update"""
     rms_eps: float = 0.1
     """ε inside RMSProp's root"""
-    clip_rewards: bool = True
-    """learn from rewards clipped to [-1, 1]"""
-    reward_scale: float = 1.0
-    """learn from rewards times this, where they are not clipped"""
 
 
 # --- network
@@ -143,6 +139,7 @@ class QNetwork(nn.Module):
         self, observation_space: spaces.Box, action_space: spaces.Discrete, arch: str
     ) -> None:
         super().__init__()
+        self.norm = RunningNorm(observation_space.shape[0]) if arch == "mlp" else None
         if arch == "nips":  # (n, 4, 84, 84) → 16x20x20 → 32x9x9 → 256
             layers = [*conv(4, 16, 8, 4), *conv(16, 32, 4, 2)]
             layers += [nn.Flatten(), nn.Linear(2592, 256), nn.ReLU(inplace=True)]
@@ -158,20 +155,22 @@ class QNetwork(nn.Module):
         """(n, 4, 84, 84) uint8 or (n, d) float → (n, n_actions)."""
         if obs.dtype == torch.uint8:
             obs = obs.to(torch.float32, memory_format=torch.channels_last).div_(255)
+        elif self.norm:
+            obs = self.norm(obs)
         return self.layers(obs)
 
 
 # --- mathematics
 
 
-def sarsa_target(
-    reward: float, terminated: bool, next_q_values: Tensor, next_action: int, gamma: float
-) -> float:
-    """y = r + γ Q(s', a'; θ⁻), or r after the last step (sec. 4).
+def sarsa_targets(
+    rewards: Tensor, terminated: Tensor, next_q_values: Tensor, gamma: float
+) -> Tensor:
+    """y = r + γ Q(s', a'; θ⁻), or r after the last step (sec. 4), (t,).
 
-    Args: next_q_values: (n_actions,).
+    Args: (t,), (t,) bool, and (t,) Q-values of the actions a' that are taken next.
     """
-    return reward if terminated else reward + gamma * next_q_values[next_action].item()
+    return rewards + gamma * next_q_values * ~terminated
 
 
 def draw_epsilon_final(args: Args, index: int) -> float:
@@ -230,6 +229,7 @@ def actor_learner(
     model: QNetwork,
     target_model: QNetwork,
     optimizer: RMSProp,
+    reward_scale: RewardScale,
     counts: Tensor,
     target_step: Tensor,
     ending: Tensor,
@@ -239,7 +239,8 @@ def actor_learner(
 
     Args:
         first_step: T when this process was started.
-        model, target_model, optimizer: θ, θ⁻ and RMSProp's g, shared by all processes.
+        model, target_model, optimizer, reward_scale: θ, θ⁻, RMSProp's g and the size of rewards,
+            shared by all processes.
         counts: (n_processes,) int64, shared: steps of each process, whose sum is T. The first one
             has those of earlier parts of the run.
         target_step: (1,) int64, shared: T when θ⁻ was copied last, or when the processes started.
@@ -247,7 +248,8 @@ def actor_learner(
         parent: connection for reports of episodes and losses.
     """
     counts, target_step, ending = counts.numpy(), target_step.numpy(), ending.numpy()
-    parameters, target_parameters = list(model.parameters()), list(target_model.parameters())
+    parameters = list(model.parameters())
+    state, target_state = (list(m.state_dict().values()) for m in (model, target_model))
     epsilon_final = draw_epsilon_final(args, index)
     torch.manual_seed(env_seed(args.seed, first_step, index))
     envs = make_vec_env(args.env_id, 1, 0, args.env_kwargs)  # one environment: n = 1 from here on
@@ -260,7 +262,7 @@ def actor_learner(
         with torch.no_grad():
             action = epsilon_greedy(model(obs), epsilon)
         while args.total_steps > T and not ending[0]:
-            observations, actions, targets = [], [], []  # since the last update
+            observations, actions, rewards, next_q_values, ends = [], [], [], [], []
             update_due = False
             while not update_due:
                 observations.append(obs)
@@ -271,11 +273,11 @@ def actor_learner(
                 last_obs = torch.from_numpy(np.stack(info["final_obs"])) if done else obs
                 epsilon = epsilon_at(epsilon_final, T, args.epsilon_steps)
                 with torch.no_grad():
-                    next_q_values = target_model(last_obs)[0]
                     action = epsilon_greedy(model(last_obs), epsilon)  # a', by θ as it is now
-                r = learned_reward(float(reward[0]), args)
-                a = int(action[0])
-                targets.append(sarsa_target(r, bool(terminated[0]), next_q_values, a, args.gamma))
+                    next_q_values.append(target_model(last_obs)[0, action])
+                rewards.append(float(reward[0]))
+                ends.append(bool(terminated[0]))
+                reward_scale.see(reward, terminated | truncated)
                 t += 1
                 counts[index] += 1  # T ← T + 1
                 T = int(counts.sum())
@@ -283,12 +285,15 @@ def actor_learner(
                 episode_length += 1
                 if T // args.target_interval > target_step[0] // args.target_interval:
                     target_step[0] = T
-                    sync(target_parameters, parameters)  # θ⁻ ← θ
+                    sync(target_state, state)  # θ⁻ ← θ
                 over = args.total_steps <= T or ending[0]
                 update_due = t % args.update_interval == 0 or done or over
+            reward_scale.update()
+            r, terminations = reward_scale(torch.tensor(rewards)), torch.tensor(ends)
+            targets = sarsa_targets(r, terminations, torch.cat(next_q_values), args.gamma)
             # Σ (y - Q(s, a; θ))² over the steps since the last update, on θ as it is now
             q_values = model(torch.cat(observations)).gather(1, torch.stack(actions)).squeeze(1)
-            squares = (torch.tensor(targets) - q_values).square()
+            squares = (targets - q_values).square()
             model.zero_grad()
             squares.sum().backward()  # dθ, into gradients that only this process has
             grad_norm = nn.utils.clip_grad_norm_(
@@ -297,6 +302,8 @@ def actor_learner(
             lr = linear_decay(args.learning_rate, T, args.total_steps)
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()  # asynchronous update of θ
+            if model.norm:
+                model.norm.update(torch.cat(observations))
             if done:
                 parent.send(("episode", float(episode_return), episode_length))
                 episode_return = 0.0
@@ -316,18 +323,23 @@ def actor_learner(
 
 
 def train(
-    args: Args, run: Run, model: QNetwork, target_model: QNetwork, optimizer: RMSProp
+    args: Args,
+    run: Run,
+    model: QNetwork,
+    target_model: QNetwork,
+    optimizer: RMSProp,
+    reward_scale: RewardScale,
 ) -> None:
     """The parent: starts the actor-learners and follows them to the end; it trains nothing.
 
     Without locks, a checkpoint may hold half of an update, as what a process acts on may.
     """
-    share(model, target_model, optimizer)
+    share(model, target_model, optimizer, reward_scale)
     counts = torch.zeros(args.n_processes, dtype=torch.int64).share_memory_()
     counts[0] = run.step
     target_step = torch.tensor([run.step]).share_memory_()
     ending = torch.tensor([False]).share_memory_()
-    shared = model, target_model, optimizer, counts, target_step, ending
+    shared = model, target_model, optimizer, reward_scale, counts, target_step, ending
     processes, connections, losses = [], [], {}
     try:
         for i in range(args.n_processes):
@@ -374,13 +386,9 @@ def share(*parts: nn.Module | torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
-def sync(parameters: list[Tensor], source: list[Tensor]) -> None:
+def sync(state: list[Tensor], source: list[Tensor]) -> None:
     """θ′ ← θ, or θ⁻ ← θ, without a lock."""
-    torch._foreach_copy_(parameters, source)
-
-
-def learned_reward(reward: float, args: Args) -> float:
-    return min(max(reward, -1.0), 1.0) if args.clip_rewards else reward * args.reward_scale
+    torch._foreach_copy_(state, source)
 
 
 # --- main
@@ -406,13 +414,15 @@ def main(argv: list[str] | None = None) -> int:
     optimizer = RMSProp(
         model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, initial_square=0.0
     )
+    reward_scale = RewardScale(args)
 
     if args.evaluate:
         load_checkpoint("sarsa", args.evaluate, model=model)
     else:
         parts = {"model": model, "target_model": target_model, "optimizer": optimizer}
+        parts["reward_scale"] = reward_scale
         with Run("sarsa", args, **parts) as run:
-            train(args, run, model, target_model, optimizer)
+            train(args, run, *parts.values())
         if not run.complete:
             return 128 + run.signal
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
-from benchmarks.results import file_name
+from benchmarks.results import BOX, SMALL, file_name
 from common.processes import n_cores
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +31,7 @@ Q_LEARNERS = ("async_q", "nstep_q", "sarsa")
 HOGWILD = ("a3c", *Q_LEARNERS)
 TRAINERS = ("paac", *HOGWILD, "ppo_batch", "apex")
 PONG = "PongNoFrameskip-v4"
-CATCH = "benchmarks.catch:Catch-v0"
+CATCH = "benchmarks.tasks:Catch-v0"
 GAMES = ("Amidar", "BeamRider", "Boxing", "Breakout", "Centipede", "MsPacman", "NameThisGame")
 GAMES = [
     f"{game}NoFrameskip-v4" for game in (*GAMES, "Qbert", "Seaquest", "SpaceInvaders", "UpNDown")
@@ -41,16 +41,11 @@ MUJOCO = [f"{task}-v5" for task in ("HalfCheetah", "Hopper", "Walker2d", "Swimme
 # Constants for few cores and steps, where the trainer's own are for many.
 CATCH_Q = "--learning-rate 0.005 --epsilon-steps 50_000 --target-interval 2_000"
 CONSTANTS = {
-    ("paac", "Pendulum-v1"): "--entropy-coef 0.01",
+    ("a3c", "benchmarks.tasks:Memory-v0"): "--lstm",
     ("a3c", CATCH): "--learning-rate 0.005",
     ("async_q", CATCH): CATCH_Q,
     ("nstep_q", CATCH): CATCH_Q,
     ("sarsa", CATCH): CATCH_Q,
-}
-CONSTANTS |= {
-    ("a3c", task): "--gamma 0.99 --learning-rate 1e-4 --rms-eps 1e-3 --reward-scale 0.1"
-    " --entropy-coef 1e-3"
-    for task in MUJOCO
 }
 
 
@@ -73,12 +68,13 @@ class Args:
 def tasks(suite: str) -> list[tuple[str, str, int | None]]:
     """Trainer, environment and steps of each task of a suite; None: those of --preset short."""
     if suite == "small":
-        steps = {"paac": 200_000, "ppo_batch": 200_000, "a3c": 300_000, "apex": 300_000}
-        cartpole = [(name, "CartPole-v1", steps.get(name, 400_000)) for name in TRAINERS]
-        steps = {"nstep_q": 400_000, "sarsa": 400_000}
-        acrobot = [(name, "Acrobot-v1", steps.get(name, 200_000)) for name in TRAINERS]
-        pendulum = [(name, "Pendulum-v1", 1_000_000) for name in ("paac", "a3c", "ppo_batch")]
-        return cartpole + acrobot + pendulum
+        return [
+            (name, task, 100_000 if name == "apex" else 300_000)
+            for name in TRAINERS
+            for task in SMALL
+            if (task not in BOX or name in ("paac", "a3c", "ppo_batch"))
+            and ("Memory" not in task or name == "a3c")
+        ]
     if suite == "pixels":
         return [(name, CATCH, 100_000) for name in (*HOGWILD, "ppo_batch")]
     if suite == "mujoco":
@@ -96,7 +92,7 @@ def command(run_dir: Path, trainer: str, env_id: str, steps: int | None, seed: i
     flags = ["--total-steps", str(steps)] if steps else ["--preset", "short"]
     if trainer in ("paac", "ppo_batch") and steps:
         flags += ["--n-workers", "0"]
-    flags += ["--eval-episodes", "100"] if env_id in MUJOCO else []
+    flags += ["--eval-episodes", "100"] if env_id in (*MUJOCO, "FrozenLake-v1") else []
     task = ["--env-id", env_id, "--seed", str(seed), "--run-dir", str(run_dir)]
     return [*script, *task, *flags, *CONSTANTS.get((trainer, env_id), "").split()]
 

@@ -33,7 +33,11 @@ RESULTS = ROOT / "results"
 COLOURS = {"paac": "C0", "a3c": "C1", "async_q": "C2", "nstep_q": "C3", "sarsa": "C4"}
 COLOURS |= {"ppo_batch": "C5", "apex": "black"}
 ATARI = "{}NoFrameskip-v4".format
-SMALL = ["CartPole-v1", "Acrobot-v1", "Pendulum-v1", "benchmarks.catch:Catch-v0"]
+TASKS = "benchmarks.tasks:{}".format
+SMALL = ["CartPole-v1", TASKS("CartPole0.01-v1"), TASKS("CartPole100-v1"), "Acrobot-v1"]
+SMALL += [TASKS("CatchCells-v0"), TASKS("Corridor-v0"), "FrozenLake-v1", "CliffWalking-v1"]
+BOX = ["Pendulum-v1"]
+SMALL += [TASKS("Memory-v0"), *BOX]
 MUJOCO = ["HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Swimmer-v5", "Reacher-v5"]
 # Clemente et al. 2017, Table 1, arch_nips: the best of three actors after 115 million steps.
 PAAC = {"Amidar": 701.8, "BeamRider": 4062.0, "Boxing": 99.6, "Breakout": 470.1}
@@ -282,7 +286,7 @@ def main() -> None:
     for name, trainers in (("pong", every), ("pong_short", short)):
         picture(runs, name, [(ATARI("Pong"), x, trainers) for x in ("million steps", "hours")], 2)
     picture(runs, "atari", panels([ATARI(game) for game in PAAC], ["paac"]), 4)
-    picture(runs, "small", panels(SMALL[:3], every), 3)
+    picture(runs, "small", panels(["CartPole-v1", "Acrobot-v1", "Pendulum-v1"], every), 3)
     picture(runs, "mujoco", panels(MUJOCO, ["paac", "a3c", "ppo_batch"]), 3)
 
 

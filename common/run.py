@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import gymnasium as gym
 import numpy as np
@@ -35,6 +35,9 @@ class RunArgs:
     """any Gymnasium id, `module:Id` included"""
     env_kwargs: str = "{}"
     """JSON: keyword arguments for the environment"""
+    rewards: Literal["auto", "clip", "scale", "raw"] = "auto"
+    """learn from rewards clipped to [-1, 1], divided by the size of the returns so far (see
+    common/norm.py), or as they are; auto: clip on Atari, else scale"""
     run_dir: str | None = None
     """a new folder; None: runs/<env-id>__<script>__<seed>__<time>"""
     checkpoint_interval: int = 250_000
@@ -119,7 +122,7 @@ def parse_args(
 
 
 def plain_flags(argv: list[str]) -> list[str]:
-    """`--total-steps 1e6` as 1000000, and `--clip-rewards False` as --no-clip-rewards."""
+    """`--total-steps 1e6` as 1000000, and `--anneal-lr False` as --no-anneal-lr."""
     plain: list[str] = []
     for word in argv:
         if word == "False":

@@ -26,12 +26,15 @@ KINDS = "terminated", "truncated"
 WALK = "tests.test_apex:ApexWalk-v0"
 
 
+SIGMA = 2.0  # what rewards are divided by
+
+
 def make_args(**changes):
     constants = {"n_actors": 1, "envs_per_actor": 1, "capacity": 100, "chunk_size": 8, "gamma": 0.9}
     return dataclasses.replace(apex.Args(**apex.PRESETS["vector"]), **constants | changes)
 
 
-def slow_transitions(episode, n, gamma):
+def slow_transitions(episode, n, gamma, sigma=1.0):
     """One for each frame; None at a truncated episode's last. An episode that goes on has no kind.
 
     Observations and Q-values include the final ones, `next_obs` is None where it counts nothing.
@@ -44,7 +47,7 @@ def slow_transitions(episode, n, gamma):
         end = t + len(rewards)
         x = SimpleNamespace(obs=episode.obs[t], action=action, discount=0.0, next_obs=None)
         x.returns = sum(gamma**k * reward for k, reward in enumerate(rewards))
-        x.error = x.returns - episode.q_values[t][action]
+        x.error = x.returns / sigma - episode.q_values[t][action]
         if end < length or episode.kind == "truncated":
             x.discount, x.next_obs = gamma ** len(rewards), episode.obs[end]
             x.error += x.discount * max(episode.q_values[end])
@@ -64,7 +67,8 @@ def stacked(frames, image):
 
 def played(env, args, space, seed):
     """Chunks of a LocalBuffer in random episodes, and the transitions that they should have."""
-    rng, buffer = np.random.default_rng((seed, env)), apex.LocalBuffer(env, args)
+    rng, reward_scale = np.random.default_rng((seed, env)), SimpleNamespace(sigma=SIGMA)
+    buffer = apex.LocalBuffer(env, args, reward_scale)
     stream = [None] * args.n_step  # there are none before the first frame
     while True:
         length, kind = int(rng.integers(1, 12)), rng.choice(KINDS)
@@ -78,9 +82,10 @@ def played(env, args, space, seed):
         if kind == "truncated":
             buffer.rows.append(apex.Row(frames[length], length, max(x.q_values[length])))
         buffer.episodes.append((sum(x.rewards), length))
-        stream += slow_transitions(x, args.n_step, args.gamma)
+        stream += slow_transitions(x, args.n_step, args.gamma, SIGMA)
         for chunk in buffer.chunks():
-            yield chunk, [stream.pop(0) for _ in range(args.chunk_size)]
+            sums = np.array([args.chunk_size, args.chunk_size * SIGMA**2])
+            yield chunk._replace(reward_sums=sums), [stream.pop(0) for _ in range(args.chunk_size)]
 
 
 def test_n_step_transitions_against_whole_episodes():
@@ -261,8 +266,9 @@ def run_actor(index, args, n_steps):
 @pytest.mark.parametrize("epsilon", [0.4, 0.0])
 @pytest.mark.parametrize("image", [True, False], ids=["images", "vectors"])
 def test_actor_against_whole_episodes(image, epsilon):
-    args = make_args(env_id=WALK, n_actors=2, envs_per_actor=2, clip_rewards=image, epsilon=epsilon)
-    args.env_kwargs, args.fetch_interval, args.reward_scale = json.dumps({"image": image}), 7, 0.3
+    args = make_args(env_id=WALK, n_actors=2, envs_per_actor=2, epsilon=epsilon)
+    args.rewards = "clip" if image else "raw"
+    args.env_kwargs, args.fetch_interval = json.dumps({"image": image}), 7
     args.capacity, args.batch_size = 1000, 100
     n_steps = 60 if image else 200
     space = spaces.Box(0, 255, (4, 84, 84), np.uint8) if image else VECTOR
@@ -273,7 +279,7 @@ def test_actor_against_whole_episodes(image, epsilon):
         chunks = sent[env]
         t, stream, frames, greedy = 0, [None] * args.n_step, [], []
         for episode in walk:
-            learned = [max(-1, min(1, x)) if image else 0.3 * x for x in episode.rewards]
+            learned = [max(-1, min(1, x)) if image else x for x in episode.rewards]
             obs = stacked(episode.obs, image)
             times = [*range(t, t + len(episode.actions)), t + len(episode.actions) - 1]
             t += len(episode.actions)
@@ -294,6 +300,13 @@ def test_actor_against_whole_episodes(image, epsilon):
             check_priorities(chunk.priorities, transitions)
             replay.add(chunk)
             slow.add(chunk.env, transitions, chunk.priorities)
+    n, squares = sum(chunk.reward_sums for chunks in sent.values() for chunk in chunks)
+    returns = [
+        sum(args.gamma ** (t - i) * episode.rewards[i] for i in range(t + 1))
+        for walk in Walk.walks
+        for t, episode in [(t, x) for x in walk for t in range(len(x.actions))][: int(n) // 2]
+    ]
+    assert n > 2 * n_steps - 20 and squares == pytest.approx(np.square(returns).sum(), rel=1e-4)
     batch = replay.sample()
     check_batch(batch, slow.found(batch), slow)
     assert replay.size == len(slow.rows())
@@ -424,7 +437,7 @@ def test_update_against_its_formula(scale, clipped):
     for i in range(n):
         best = slow_q(params, batch.next_obs[i]).argmax()
         worth = slow_q(target_params, batch.next_obs[i])[best].detach()
-        G = batch.returns[i].double() + batch.discounts[i] * worth
+        G = batch.returns[i].double() / SIGMA + batch.discounts[i] * worth
         delta = G - slow_q(params, batch.obs[i])[batch.actions[i]]
         errors.append(delta.item())
         loss = loss + batch.weights[i].double() * 0.5 * delta**2 / n
@@ -432,7 +445,7 @@ def test_update_against_its_formula(scale, clipped):
     norm = sum(float(p.grad.square().sum()) for p in params.values()) ** 0.5
     max_norm = norm / 3 if clipped else norm * 3
     optimizer = apex.CentredRMSProp(model.parameters(), 0.01, 0.95, 1e-3)
-    found, losses = apex.update(model, target_model, optimizer, batch, max_norm)
+    found, losses = apex.update(model, target_model, optimizer, batch, SIGMA, max_norm)
     np.testing.assert_allclose(found, errors, rtol=1e-3, atol=1e-4)
     assert float(losses["grad_norm"]) == pytest.approx(norm, rel=1e-3)
     for name, p in model.named_parameters():
@@ -443,7 +456,8 @@ def test_update_against_its_formula(scale, clipped):
 
 def test_numbers_that_are_not_finite_are_refused():
     args = make_args(batch_size=4)
-    replay, buffer = apex.Replay(VECTOR, args, torch.device("cpu"), 0), apex.LocalBuffer(0, args)
+    replay = apex.Replay(VECTOR, args, torch.device("cpu"), 0)
+    buffer = apex.LocalBuffer(0, args, SimpleNamespace(sigma=SIGMA))
     replay.add(next(played(0, args, VECTOR, 0))[0])
     with pytest.raises(ValueError, match="finite"):
         replay.set_priorities(replay.sample().indices, np.full(4, np.nan))
@@ -455,7 +469,7 @@ def test_numbers_that_are_not_finite_are_refused():
     batch.returns[2] = math.inf
     with pytest.raises(RuntimeError):
         optimizer = apex.CentredRMSProp(model.parameters(), 0.01, 0.95, 1e-3)
-        apex.update(model, model, optimizer, batch, 40.0)
+        apex.update(model, model, optimizer, batch, 1.0, 40.0)
     assert same(model.state_dict(), before)
 
 
@@ -467,13 +481,14 @@ class Watch:
         monkeypatch.setattr(apex, "Actors", self.begin)
         do_update, set_priorities, trim = apex.update, apex.Replay.set_priorities, apex.Replay.trim
 
-        def update(model, target_model, optimizer, batch, norm):
+        def update(model, target_model, optimizer, batch, sigma, norm):
+            assert sigma == SIGMA
             self.events.append("update")
             assert len(self.models) < 1000, "it goes on without new transitions"
-            self.models.append(copy.deepcopy(model.state_dict()))
-            self.targets.append(copy.deepcopy(target_model.state_dict()))
+            self.models.append(copy.deepcopy(dict(model.named_parameters())))
+            self.targets.append(copy.deepcopy(dict(target_model.named_parameters())))
             self.batch = batch
-            self.errors, losses = do_update(model, target_model, optimizer, batch, norm)
+            self.errors, losses = do_update(model, target_model, optimizer, batch, sigma, norm)
             return self.errors, losses
 
         def set_them(replay, indices, errors):

@@ -94,11 +94,10 @@ def test_returns_and_targets():
     for trainer in (a3c, nstep_q):
         assert trainer.rollout_returns([1.0, 2.0, 3.0], 4.0, 0.5).tolist() == [3.25, 4.5, 5.0]
     q_values = torch.tensor([1.0, -2.0, 4.0, 3.0])
-    assert async_q.one_step_target(0.5, False, q_values, 0.5) == 2.5
-    assert async_q.one_step_target(0.5, True, q_values, 0.5) == 0.5
-    targets = [sarsa.sarsa_target(0.5, False, q_values, a, 0.5) for a in range(4)]
-    assert targets == [1.0, -0.5, 2.5, 2.0]
-    assert sarsa.sarsa_target(0.5, True, q_values, 2, 0.5) == 0.5
+    rewards, terminated = torch.full((2,), 0.5), torch.tensor([False, True])
+    targets = async_q.one_step_targets(rewards, terminated, torch.stack([q_values] * 2), 0.5)
+    assert targets.tolist() == [2.5, 0.5]
+    assert sarsa.sarsa_targets(rewards, terminated, q_values[1:3], 0.5).tolist() == [-0.5, 0.5]
 
 
 def test_a3c_loss():
@@ -201,7 +200,7 @@ def test_rmsprop_by_hand(trainer):
 # Episodes end after steps 7, 9, 15, 18, 25, ...
 ENDS = [[7, "truncated"], [2, "both"], [6, "terminated"], [3, "terminated"]]
 CONSTANTS = {"preset": "vector", "gamma": 0.9, "learning_rate": 0.02, "rms_decay": 0.8}
-CONSTANTS |= {"rms_eps": 0.05, "reward_scale": 0.6, "total_steps": 40}
+CONSTANTS |= {"rms_eps": 0.05, "total_steps": 40}
 EXPLORATION = {"epsilon_finals": 0.3, "epsilon_probs": 1.0, "epsilon_steps": 20}
 INTERVAL = {a3c: "t_max", async_q: "update_interval", nstep_q: "t_max", sarsa: "update_interval"}
 NUDGE = 1.05  # what others scale θ by
@@ -213,9 +212,10 @@ def prepare(trainer, monkeypatch, ends=ENDS, continuous=False, folder=None, **fl
 
     def train(args, run, model, *rest):
         made.args, made.model, made.rest = args, model, rest
-        made.optimizers = rest[0] if trainer is a3c else rest[1:]
+        made.optimizers = rest[0] if trainer is a3c else rest[1:2]
         made.target_model = model if trainer is a3c else rest[0]
         made.initial = copy.deepcopy(model.state_dict())
+        made.first = vector(model.parameters())
 
     kwargs = json.dumps({"ends": ends, "continuous": continuous, "folder": folder})
     words = ["--env-id", "tests.async_envs:AsyncWalk-v0", "--env-kwargs", kwargs]
@@ -286,8 +286,21 @@ def play(trainer, monkeypatch, until=24, start=0, jumps=None, nudges=(), n_proce
 # --- the pseudocode, slowly and in double
 
 
+class Params(dict):
+    """A network's parameters by name, and mean and deviation of its observations."""
+
+    norm = np.zeros(3), np.ones(3)
+
+
 def leaf(params):
-    return {name: p.detach().clone().double().requires_grad_() for name, p in params.items()}
+    copied = Params({n: p.detach().clone().double().requires_grad_() for n, p in params.items()})
+    copied.norm = getattr(params, "norm", Params.norm)
+    return copied
+
+
+def normal(params, obs):
+    mean, std = params.norm
+    return torch.tensor(((np.asarray(obs, np.float64) - mean) / std).clip(-10, 10))
 
 
 def linear(params, name, x):
@@ -295,7 +308,7 @@ def linear(params, name, x):
 
 
 def slow_q(params, obs):
-    hidden = linear(params, "layers.0", torch.tensor(obs).double()).clamp(min=0)
+    hidden = linear(params, "layers.0", normal(params, obs)).clamp(min=0)
     return linear(params, "layers.2", hidden)
 
 
@@ -303,7 +316,7 @@ def slow_actor_critic(params, obs, states):
     """One observation (d,): the outputs of π, V and the states after it, gates written out."""
     features, after = [], []
     for j in range(2 if "trunks.1.layers.0.weight" in params else 1):
-        x = linear(params, f"trunks.{j}.layers.0", torch.tensor(obs).double()).clamp(min=0)
+        x = linear(params, f"trunks.{j}.layers.0", normal(params, obs)).clamp(min=0)
         lstm = {name[-9:]: p for name, p in params.items() if name.startswith(f"trunks.{j}.lstm")}
         if lstm:
             h, c = states[j]
@@ -321,7 +334,12 @@ class Slow:
 
     def __init__(self, args, start, initial, target=None):
         self.args, self.T, self.last_copy, self.ending = args, start, start, False
-        self.theta, self.target = leaf(initial), leaf(target or initial)
+        initial, target = (
+            {name: x for name, x in state.items() if "norm" not in name}
+            for state in (initial, target or initial)
+        )
+        self.theta, self.target = leaf(initial), leaf(target)
+        self.seen, self.squares = [], []  # observations, and R² of every step
         self.statistics = {name: torch.zeros_like(p) for name, p in self.theta.items()}
         self.norms, self.updates, self.copies = [], [], []  # of updates; T of updates and copies
 
@@ -334,9 +352,16 @@ class Slow:
         self.T += 1
         return self.T, self.args.total_steps <= self.T or self.ending
 
-    def reward(self, walk, k):
-        clipped = min(max(walk.rewards[k], -1), 1)
-        return clipped if self.args.clip_rewards else walk.rewards[k] * self.args.reward_scale
+    def rewards(self, walk, first, end):
+        """Those of the steps `first` to `end` of a process, which are known from now on."""
+        for k in range(first, end):
+            episode = max([i + 1 for i in range(k) if walk.kinds[i]], default=0)
+            R = sum(self.args.gamma ** (k - i) * walk.rewards[i] for i in range(episode, k + 1))
+            self.squares.append(R**2)
+        raw = np.array(walk.rewards[first:end])
+        if self.args.rewards == "clip":
+            return raw.clip(-1, 1).tolist()
+        return (raw / math.sqrt(np.mean(self.squares))).clip(-10, 10).tolist()
 
     def check(self, call, outputs, action, steps=()):
         """An action was drawn from these outputs, with ε at one of these T, if that was watched."""
@@ -349,7 +374,7 @@ class Slow:
         assert action is None or np.allclose(action, expected, atol=1e-5)
         return call[2]
 
-    def apply(self, loss, params, T):
+    def apply(self, loss, params, T, observations):
         a = self.args
         grads = torch.autograd.grad(loss, list(params.values()), materialize_grads=True)
         yield "gradient"
@@ -363,14 +388,16 @@ class Slow:
             step = new if momentum else d / (new + a.rms_eps).sqrt()
             self.statistics[name] = new
             self.theta[name] = (p.detach() - lr * step).requires_grad_()
+        self.seen += observations
+        self.theta.norm = np.mean(self.seen, 0), np.sqrt(np.var(self.seen, 0) + 1e-8)
         self.norms.append(norm)
         self.updates.append(T)
 
     def apply_q(self, learned, params, T):
         """The summed squares of errors over (s, a, y)."""
-        yield from self.apply(
-            sum((y - slow_q(params, obs)[a]) ** 2 for obs, a, y in learned), params, T
-        )
+        loss = sum((y - slow_q(params, obs)[a]) ** 2 for obs, a, y in learned)
+        observations = [np.asarray(obs, np.float64) for obs, _, _ in learned]
+        yield from self.apply(loss, params, T, observations)
 
     def copy_target(self):
         """θ⁻ ← θ where a multiple of I_target lies between the last copy and now."""
@@ -405,14 +432,16 @@ def slow_async_q(slow, walk, calls, on_policy=False):
             executed = None if kind or over else walk.actions[k + 1]
             drawn_by = slow_q(slow.theta, next_obs)
             executed = slow.check(next(calls), drawn_by, executed, [before, T])
-        y, next_q_values = slow.reward(walk, k), slow_q(slow.target, next_obs).tolist()
+        bootstrap, next_q_values = 0, slow_q(slow.target, next_obs).tolist()
         if kind not in ("terminated", "both"):
-            y += slow.args.gamma * (next_q_values[executed] if on_policy else max(next_q_values))
-        waiting.append((walk.obs[k], walk.actions[k], y))
+            bootstrap = next_q_values[executed] if on_policy else max(next_q_values)
+        waiting.append((walk.obs[k], walk.actions[k], slow.args.gamma * bootstrap))
         slow.copy_target()
         k += 1
         if k % slow.args.update_interval == 0 or kind or over:
-            yield from slow.apply_q(waiting, slow.theta, T)
+            rewards = slow.rewards(walk, k - len(waiting), k)
+            rows = [(obs, a, r + b) for (obs, a, b), r in zip(waiting, rewards, strict=True)]
+            yield from slow.apply_q(rows, slow.theta, T)
             waiting = []
 
 
@@ -429,9 +458,8 @@ def slow_nstep_q(slow, walk, calls):
             k += 1
         terminal = kind in ("terminated", "both")
         R = 0 if terminal else max(slow_q(slow.target, walk.final_obs[k - 1]).tolist())
-        rewards = [slow.reward(walk, i) for i in range(first, k)]
-        returns = sums_of_rewards(rewards, R, slow.args.gamma)
-        rows = zip(walk.obs[first:k], walk.actions[first:k], returns, strict=True)
+        returns = sums_of_rewards(slow.rewards(walk, first, k), R, slow.args.gamma)
+        rows = [*zip(walk.obs[first:k], walk.actions[first:k], returns, strict=True)]
         yield from slow.apply_q(rows, snapshot, T)
         slow.copy_target()
 
@@ -454,8 +482,7 @@ def slow_a3c(slow, walk, calls):
             k += 1
         cut = kind and (kind != "truncated" or not a.bootstrap_limits)
         R = 0 if cut else slow_actor_critic(snapshot, walk.final_obs[k - 1], states)[1].item()
-        rewards = [slow.reward(walk, i) for i in range(first, k)]
-        returns, loss = sums_of_rewards(rewards, R, a.gamma), 0
+        returns, loss = sums_of_rewards(slow.rewards(walk, first, k), R, a.gamma), 0
         for R, (output, value, action) in zip(returns, passed, strict=True):
             if action.ndim:
                 sigma = ((1 + output[2].exp()).log() + 0.01).sqrt()
@@ -464,9 +491,11 @@ def slow_a3c(slow, walk, calls):
             else:
                 log_prob = Categorical(logits=output).log_prob(action)
                 entropy = Categorical(logits=output).entropy()
-            loss = loss - log_prob * (R - value.item()) - a.entropy_coef * entropy
+            entropy_coef = a.entropy_coef * (1 - min(T / a.total_steps, 1) * a.anneal_entropy)
+            loss = loss - log_prob * (R - value.item()) - entropy_coef * entropy
             loss = loss + a.value_coef * (R - value) ** 2
-        yield from slow.apply(loss, snapshot, T)
+        observations = [np.asarray(obs, np.float64) for obs in walk.obs[first:k]]
+        yield from slow.apply(loss, snapshot, T, observations)
 
 
 SLOW = {a3c: slow_a3c, async_q: slow_async_q, nstep_q: slow_nstep_q}
@@ -476,6 +505,17 @@ SLOW[sarsa] = functools.partial(slow_async_q, on_policy=True)
 def check_close(ours, expected):
     for x, y in zip(ours, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=2e-5 * y.abs().max().item() + 1e-8)
+
+
+def check_statistics(made, slow):
+    """Mean and deviation of the observations with θ and θ⁻, and the size of the rewards."""
+    for model, params in ((made.model, slow.theta), (made.target_model, slow.target)):
+        if model is made.target_model and model is made.model:
+            continue
+        for x, y in zip((model.norm.mean, model.norm.std), params.norm, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    expected = len(slow.squares), sum(slow.squares)
+    np.testing.assert_allclose(made.rest[-1].sums, expected, rtol=1e-5)
 
 
 def episodes(walk):
@@ -493,13 +533,16 @@ def compare(trainer, played):
         next(steps)
         check_close(snapshot, slow.vectors())
         if k in played.nudges:
+            norm = slow.theta.norm
             slow.theta = leaf({name: p * NUDGE for name, p in slow.theta.items()})
+            slow.theta.norm = norm
         slow.T += played.jumps.get(k, 0)
         slow.ending = k + 1 == played.until
     assert next(steps, "over") == "over"
     assert slow.T == played.T
     check_close(vectors(played, played.optimizer), slow.vectors())
-    assert (slow.vectors()[0] - vector(played.initial.values())).abs().max() > 0.02
+    check_statistics(played, slow)
+    assert (slow.vectors()[0] - played.first).abs().max() > 0.02
     assert min(slow.norms) < played.args.max_grad_norm < max(slow.norms)  # some are clipped
     reported = [message[1:] for message in played.messages if message[0] == "episode"]
     np.testing.assert_allclose(reported, episodes(played.walk))
@@ -509,9 +552,15 @@ def compare(trainer, played):
 A3C_CASES = {
     "mixed ends": {},
     "to the end of T_max": {"total_steps": 24, "until": 99},
-    "clipped": {"clip_rewards": True},
+    "clipped": {"rewards": "clip"},
     "time limits cut the return": {"bootstrap_limits": False},
-    "rollouts of 3": {"t_max": 3, "entropy_coef": 0.2, "value_coef": 1.0},
+    "rollouts of 3": {
+        "anneal_entropy": False,
+        "t_max": 3,
+        "entropy_coef": 0.2,
+        "value_coef": 1.0,
+        "max_grad_norm": 18.0,
+    },
     "among others": {"n_processes": 2, "start": 3, "jumps": {2: 9, 8: 1, 16: 11}},
     "others change θ": {"n_processes": 2, "nudges": (2, 3, 10, 14, 16)},
     "own RMSProp": {"n_processes": 2, "optimizer": "rmsprop"},
@@ -536,7 +585,7 @@ def test_a3c_is_algorithm_s3(case, monkeypatch):
 Q_CASES = {
     "copies every 8": {"target_interval": 8},
     "copies every 5": {"target_interval": 5, "total_steps": 28, "until": 99, "learning_rate": 0.05},
-    "clipped": {"target_interval": 4, "clip_rewards": True},
+    "clipped": {"target_interval": 4, "rewards": "clip"},
     "among others": {"target_interval": 4, "n_processes": 2, "start": 3}
     | {"jumps": {2: 9, 8: 1, 11: 2, 16: 11}, "total_steps": 90},
     "others change θ": {"n_processes": 2, "target_interval": 8, "nudges": (2, 3, 10, 14, 16)},
@@ -600,6 +649,7 @@ def test_two_processes_share_all_but_gradients(trainer, tmp_path, monkeypatch):
     while processes:
         processes = [p for p in processes if next(p, "over") != "over"]
     check_close(vectors(made, made.optimizers[0]), slow.vectors())
+    check_statistics(made, slow)
     assert [(index, first_step) for _, _, index, _, first_step, *_ in started] == [(0, 9), (1, 9)]
     counts = started[0][-3 if trainer is a3c else -4]
     assert counts.tolist() == [9 + len(walks[0].obs), len(walks[1].obs)] == [27, 18]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import paac
 import ppo_batch
+from common.norm import RewardScale
 from common.vec_env import env_seed
 
 IMAGE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
@@ -104,7 +105,8 @@ def run_train(trainer: Any, args: Any, model: nn.Module, optimizer: Any, t_max: 
     """Three updates of `train` in two Walks, from a step on."""
     run = StubRun(model, optimizer, step)
     Walk.walks = walks = []
-    trainer.train(args, run, model, optimizer, torch.device("cpu"))
+    reward_scale = RewardScale(args)
+    trainer.train(args, run, model, optimizer, reward_scale, torch.device("cpu"))
     assert [walk["seed"] - env_seed(args.seed, step) for walk in walks] == [0, 1]
     assert [len(walk["reward"]) for walk in walks] == [3 * t_max] * 2
     rewards = walks[0]["reward"] + walks[1]["reward"]
@@ -150,10 +152,19 @@ class SlowAgent:
         density = density / (sigma * math.sqrt(2 * math.pi))
         return density.prod().log(), (0.5 * torch.log(2 * math.pi * math.e * sigma**2)).sum()
 
-    def learned_rewards(self, walk: dict) -> list[float]:
-        if self.args.clip_rewards:
-            return [min(max(r, -1.0), 1.0) for r in walk["reward"]]
-        return [self.args.reward_scale * r for r in walk["reward"]]
+    def learned_rewards(self, walk: dict, walks: list[dict], end: int) -> list[float]:
+        """What stands for the rewards of a walk before step `end`."""
+        if self.args.rewards == "clip":
+            return [min(max(r, -1.0), 1.0) for r in walk["reward"][:end]]
+        squares = []
+        for other in walks:
+            R = 0.0
+            for reward, kind in zip(other["reward"][:end], other["end"], strict=False):
+                R = self.args.gamma * R + reward
+                squares.append(R * R)
+                R = 0.0 if kind else R
+        sigma = math.sqrt(sum(squares) / len(squares))
+        return [min(max(r / sigma, -10.0), 10.0) for r in walk["reward"][:end]]
 
     def clipped_gradient(self, loss: Tensor) -> tuple[dict[str, Tensor], float]:
         """By parameter, and the norm that it had before."""
@@ -171,7 +182,8 @@ class SlowAgent:
             torch.testing.assert_close(optimizer[key].double(), x, **CLOSE)
         seen = np.array(self.seen, np.float64)
         np.testing.assert_allclose(state["trunk.mean"].numpy(), seen.mean(0), **CLOSE)
-        np.testing.assert_allclose(state["trunk.var"].numpy(), seen.var(0), **CLOSE)
+        std = np.sqrt(seen.var(0) + self.eps)
+        np.testing.assert_allclose(state["trunk.std"].numpy(), std, **CLOSE)
 
 
 def actor_critic(trainer: Any, arch: str, actions: int | gym.Space = 4) -> nn.Module:
@@ -354,7 +366,7 @@ PRESETS = [  # trainer, flags, constants, initial α, ε of the optimiser
 def test_what_main_trains_on_atari(preset: tuple, tmp_path: Path, monkeypatch: Any) -> None:
     trainer, flags, constants, lr, eps = preset
 
-    def train(args: Any, run: Any, model: nn.Module, optimizer: Any, device: Any) -> None:
+    def train(args: Any, run: Any, model: nn.Module, optimizer: Any, *rest: Any) -> None:
         assert {key: getattr(args, key) for key in constants} == constants
         assert args.learning_rate == optimizer.defaults["lr"] == pytest.approx(lr)
         assert optimizer.defaults["eps"] == eps
@@ -381,15 +393,17 @@ class SlowPaac(SlowAgent):
         """The update after steps `first` to first + t_max; what is to be logged of it."""
         a, n_e, end = self.args, len(walks), first + self.args.t_max
         policy_gain, squared_error, entropies, seen = 0, 0, [], []
+        entropy_coef = a.entropy_coef * (1 - self.step / a.total_steps * a.anneal_entropy)
         for walk in walks:
-            rewards, bootstrap = self.learned_rewards(walk), self.value(walk["obs"][end])
+            rewards = self.learned_rewards(walk, walks, end)
+            bootstrap = self.value(walk["obs"][end])
             for t in range(first, end):
                 finals = [self.value(obs) for obs in walk["final_obs"][t:end]]
                 R = discounted_sum(rewards[t:], walk["end"][t:end], finals, bootstrap, a.gamma)
                 obs = walk["obs"][t]
                 log_prob, entropy = self.log_prob_and_entropy(obs, walk["action"][t])
                 V = self.network("value", obs)[0]
-                policy_gain = policy_gain + log_prob * (R - V.item()) + a.entropy_coef * entropy
+                policy_gain = policy_gain + log_prob * (R - V.item()) + entropy_coef * entropy
                 squared_error = squared_error + (R - V) ** 2
                 entropies.append(entropy.item())
                 seen.append(obs)
@@ -410,7 +424,7 @@ class SlowPaac(SlowAgent):
 
 CASES: dict[str, dict[str, Any]] = {
     "the clip does not bind": {},
-    "the clip binds": {"clip_rewards": True, "max_grad_norm": 0.7},
+    "the clip binds": {"rewards": "clip", "max_grad_norm": 0.7, "anneal_entropy": True},
     "both at once": {"ends": [(2, "both"), (3, "truncated")], "total_steps": 18},  # α ends at 0
     "continuous": {"learning_rate": 0.02, "value_coef": 1.5},
     "resumed": {"ends": [(3, "truncated"), (3, "terminated")], "step": 12},
@@ -422,7 +436,7 @@ def test_train_is_algorithm_1(case: str) -> None:
     """Three updates, with ends of episodes inside the rollouts, against SlowPaac."""
     options = {"n_envs": 2, "n_workers": 0, "t_max": 3, "total_steps": 36, "gamma": 0.9, "seed": 5}
     options |= {"entropy_coef": 0.05, "learning_rate": 0.3, "rms_decay": 0.8, "rms_eps": 0.05}
-    options |= {"clip_rewards": False, "reward_scale": 0.6, "ends": ENDS} | CASES[case]
+    options |= {"rewards": "scale", "ends": ENDS} | CASES[case]
     step, continuous = options.pop("step", 0), case == "continuous"
     kwargs = json.dumps({"ends": options.pop("ends"), "continuous": continuous})
     args = paac.Args("tests.test_paac:PaacWalk-v0", kwargs, **options)

@@ -119,7 +119,7 @@ class SlowPpo(SlowAgent):
                 kinds = [kind and "terminated" for kind in kinds]
             values = [self.value(obs) for obs in walk["obs"][t : end + 1]]
             final_values = [self.value(obs) for obs in walk["final_obs"][t:end]]
-            rewards = self.learned_rewards(walk)[t:end]
+            rewards = self.learned_rewards(walk, walks, end)[t:]
             A = segment_advantage(rewards, kinds, values, final_values, a.gamma, a.gae_lambda)
             obs, action = walk["obs"][t], walk["action"][t]
             log_prob = self.log_prob_and_entropy(obs, action)[0].item()
@@ -163,7 +163,7 @@ class SlowPpo(SlowAgent):
         return logged | {"approx_kl": np.mean([r - 1 - math.log(r) for r in ratios])}
 
 
-ATARI = {"max_grad_norm": 0.5, "clip_rewards": True, "anneal_lr": True, "anneal_clip": True}
+ATARI = {"max_grad_norm": 0.5, "rewards": "clip", "anneal_lr": True, "anneal_clip": True}
 CASES: dict[str, dict[str, Any]] = {
     "time limits bootstrap": {},
     "time limits cut": {"bootstrap_limits": False},
@@ -180,7 +180,7 @@ def test_train_is_batch_ppo(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"n_envs": 2, "n_workers": 0, "update_interval": 9, "total_steps": 40, "seed": 5}
     options |= {"gamma": 0.9, "gae_lambda": 0.8, "minibatch_size": 4, "update_epochs": 3}
     options |= {"learning_rate": 0.02, "clip_coef": 0.15, "adam_eps": 1e-3, "entropy_coef": 0.05}
-    options |= {"max_grad_norm": None, "clip_rewards": False, "reward_scale": 0.6}
+    options |= {"max_grad_norm": None, "rewards": "scale"}
     options |= {"value_coef": 1.7, "anneal_lr": False, "ends": ENDS} | CASES[case]
     kwargs = json.dumps({"ends": options.pop("ends"), "continuous": case == "continuous"})
     args = ppo_batch.Args("tests.test_paac:PaacWalk-v0", kwargs, **options)

@@ -1,0 +1,94 @@
+"""Observations and rewards of any size, brought to a size that networks learn from."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from common.atari import is_atari
+from common.distributed import of_all_ranks
+from common.vec_env import find_spec
+
+LIMITS = {"clip": 1.0, "scale": 10.0, "raw": math.inf}  # of what is learned from, by --rewards
+
+
+class RunningNorm(nn.Module):
+    """(x - mean) / √(var + eps), clipped to ±clip: what /255 is for images, for vectors.
+
+    Mean and (population) variance are those of all vectors that `update` has seen, since the start
+    of training. They are sums that only grow, so that processes may add to them without a lock.
+    """
+
+    def __init__(self, size: int, eps: float = 1e-8, clip: float = 10.0) -> None:
+        super().__init__()
+        self.eps, self.clip = eps, clip
+        self.register_buffer("sums", torch.zeros(3, size, dtype=torch.float64))  # Σ1, Σx, Σx²
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("std", torch.full((size,), math.sqrt(1 + eps)))  # √(var + eps)
+
+    @torch.no_grad()
+    def update(self, x: Tensor) -> None:
+        """Add the vectors x, (..., size), of all ranks under torchrun."""
+        x = of_all_ranks(x).flatten(0, -2).double()
+        self.sums += torch.stack([torch.ones_like(x), x, x.square()]).sum(1)
+        n, total, squares = self.sums
+        self.mean.copy_(total / n)
+        variance = (squares / n - (total / n).square()).clamp(min=0)
+        self.std.copy_((variance + self.eps).sqrt())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x - self.mean) / self.std).clamp(-self.clip, self.clip)
+
+
+class RewardScale(nn.Module):
+    """Rewards to learn from, as --rewards says: r clipped to ±1, r / σ clipped to ±10, or r.
+
+    σ² is the mean of R² over all steps since the start of training, where R ← γ R + r is the
+    discounted return so far of a step's episode. Gymnasium's NormalizeReward has the variance of R,
+    which is too small where all returns are alike.
+
+    Args: args: a trainer's, of which `rewards`, `env_id` and `gamma` count.
+    """
+
+    def __init__(self, args: Any) -> None:
+        super().__init__()
+        self.how = args.rewards
+        if self.how == "auto":
+            self.how = "clip" if is_atari(find_spec(args.env_id)) else "scale"
+        self.gamma = args.gamma
+        self.R: Any = 0.0  # of each environment of this process
+        self.seen = np.zeros(2)  # Σ1 and ΣR² since the last update
+        self.register_buffer("sums", torch.zeros(2, dtype=torch.float64))  # of all steps
+
+    def see(self, rewards: np.ndarray, dones: np.ndarray) -> None:
+        """Take note of a step of all environments, (n_envs,) each."""
+        self.R = self.gamma * self.R + rewards
+        self.seen += rewards.size, np.square(self.R).sum()
+        self.R *= ~dones
+
+    def update(self) -> np.ndarray:
+        """Add what has been seen, under torchrun by all ranks, and return what was added, (2,)."""
+        sums = of_all_ranks(torch.from_numpy(self.seen)[None]).sum(0).numpy()
+        self.seen = np.zeros(2)
+        self.add(sums)
+        return sums
+
+    def add(self, sums: np.ndarray) -> None:
+        """Raises: FloatingPointError: a reward is not finite."""
+        if not np.isfinite(sums).all():
+            raise FloatingPointError("a reward is not finite")
+        self.sums += torch.from_numpy(sums)
+
+    @property
+    def sigma(self) -> float:
+        n, squares = self.sums.tolist()
+        return max(math.sqrt(squares / n), 1e-8) if self.how == "scale" and n else 1.0
+
+    def forward(self, rewards: Any) -> Any:
+        """An array or a tensor of raw rewards → those to learn from."""
+        limit = LIMITS[self.how]
+        return (rewards / self.sigma).clip(-limit, limit)

@@ -1,0 +1,58 @@
+"""Rewards of any size. Observations of any size are in test_paac.py and test_async.py."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from common.norm import RewardScale
+
+
+def reward_scale(gamma, rewards="scale", env_id=""):
+    return RewardScale(SimpleNamespace(rewards=rewards, gamma=gamma, env_id=env_id))
+
+
+def test_reward_scale_by_hand():
+    """R is 1, 2 + 1/2 and, in a new episode, 4; in the other environment 0, -2 and -2 - 1."""
+    scale = reward_scale(0.5)
+    for rewards, dones in (([1, 0], [0, 0]), ([2, -2], [1, 0]), ([4, -2], [0, 0])):
+        scale.see(np.array(rewards, float), np.array(dones, bool))
+    assert scale.sigma == 1  # until they are added
+    assert scale.update().tolist() == [6, 1 + 6.25 + 16 + 4 + 9]
+    sigma = math.sqrt(36.25 / 6)
+    assert scale.sigma == pytest.approx(sigma)
+    assert scale(torch.tensor([3.0, 99.0])).tolist() == pytest.approx([3 / sigma, 10])
+    scale.add(np.array([2, 4.0]))  # of another process
+    assert scale.sigma == pytest.approx(math.sqrt(40.25 / 8))
+    for rewards, limit in (("clip", 1), ("raw", math.inf)):
+        other = reward_scale(0.5, rewards)
+        other.add(np.array([1, 100.0]))
+        assert other(np.array([0.5, -7.0])).tolist() == [0.5, max(-7, -limit)]
+    for env_id, how in (("ALE/Pong-v5", "clip"), ("CartPole-v1", "scale")):
+        assert reward_scale(0.5, "auto", env_id).how == how
+
+
+def test_rewards_of_zero_and_beyond_numbers():
+    scale = reward_scale(0.9)
+    scale.see(np.zeros(2), np.zeros(2, bool))
+    scale.update()
+    assert scale(np.zeros(2)).tolist() == [0, 0]
+    scale.see(np.array([1, math.nan]), np.zeros(2, bool))
+    with pytest.raises(FloatingPointError):
+        scale.update()
+    assert scale.sums.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("size", [0.01, 100])
+def test_what_is_learned_from_does_not_depend_on_the_size(size):
+    learned = []
+    for factor in (1, size):
+        scale, rng = reward_scale(0.99), np.random.default_rng(0)
+        for _ in range(50):
+            rewards = rng.normal(size=4)
+            scale.see(factor * rewards, rng.random(4) < 0.1)
+            scale.update()
+            learned.append(scale(factor * rewards))
+    np.testing.assert_allclose(learned[:50], learned[50:], rtol=1e-6)
