@@ -103,7 +103,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "learning_rate": 1e-4,
         "rms_eps": 1e-10,
     },
-    # Vectors, ours: rewards of any size, and tasks that are learned in minutes on any machine.
+    # Vectors, ours: tasks that are learned in minutes on any machine.
     "vector": {
         "total_steps": 500_000,
         "envs_per_actor": 8,
@@ -112,7 +112,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "batch_size": 128,
         "replay_ratio": 8.0,
         "target_interval": 250,
-        "learning_rate": 1e-3,
+        "learning_rate": 3e-4,
         "eval_epsilon": 0.0,
     },
 }

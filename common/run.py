@@ -272,7 +272,8 @@ class Run:
 
         Raises: FloatingPointError: the network has numbers that are not finite; nothing is written.
         """
-        if not all(x.isfinite().all() for x in self.parts["model"].state_dict().values()):
+        # of a copy, as x may differ from itself while other processes write it
+        if not all(x.clone().isfinite().all() for x in self.parts["model"].state_dict().values()):
             raise FloatingPointError("the network has numbers that are not finite; it is not saved")
         state = {name: getattr(self, name) for name in ("script", "step", "updates", "episodes")}
         state |= {"wall_seconds": time.monotonic() - self.started, "returns": list(self.returns)}
