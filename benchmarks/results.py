@@ -204,6 +204,7 @@ def atari_table(runs: list[dict]) -> str:
 
 def task_table(runs: list[dict], env_ids: list[str], **published: dict[str, float]) -> str:
     """Trainers down, tasks across, and published scores below them."""
+    env_ids = [e for e in env_ids if any(find(runs, trainer, e) for trainer in COLOURS)]
     rows = [["", *map(title, env_ids)]]
     for trainer in COLOURS:
         cells = [spread(find(runs, trainer, env_id)) for env_id in env_ids]
@@ -269,7 +270,7 @@ def main() -> None:
             csv.DictWriter(file, list(runs[0]), lineterminator="\n").writerow(runs[-1])
 
     tables = {"pong": pong_table(runs), "atari": atari_table(runs)}
-    tables["small"] = task_table(runs, SMALL)
+    tables["small"] = task_table(runs, [*SMALL, TASKS("Catch-v0")])
     tables["mujoco"] = task_table(runs, MUJOCO, PPO=PPO, A2C=A2C)
     for path in (ROOT / "README.md", RESULTS / "README.md"):
         text = path.read_text()
