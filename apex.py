@@ -112,7 +112,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "batch_size": 128,
         "replay_ratio": 8.0,
         "target_interval": 250,
-        "learning_rate": 3e-4,
+        "learning_rate": 6e-4,
         "eval_epsilon": 0.0,
     },
 }
