@@ -86,8 +86,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "t_max": 20,
         "learning_rate": 2e-3,
     },
-    # Box actions: β is that of sec. 9, the rest ours, found on Pendulum. Rewards are so small that
-    # β counts beside them, or the policy is certain too early; gradients and thus ε are small too.
+    # Box actions: β is that of sec. 9, the rest ours, found on Pendulum.
     "continuous": {
         "total_steps": 1_000_000,
         "t_max": 20,
@@ -514,7 +513,7 @@ def share(*parts: nn.Module | torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def sync(state: list[Tensor], source: list[Tensor]) -> None:
-    """θ′ ← θ, or θ⁻ ← θ, without a lock."""
+    """θ′ ← θ, or θ⁻ ← θ, with the statistics of observations, without a lock."""
     torch._foreach_copy_(state, source)
 
 

@@ -260,6 +260,7 @@ def actor_learner(
         t = episode_length = 0
         episode_return = reported = 0.0
         while args.total_steps > T and not ending[0]:
+            # since the last update
             observations, actions, rewards, next_q_values, ends = [], [], [], [], []
             update_due = False
             while not update_due:
@@ -384,7 +385,7 @@ def share(*parts: nn.Module | torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def sync(state: list[Tensor], source: list[Tensor]) -> None:
-    """θ′ ← θ, or θ⁻ ← θ, without a lock."""
+    """θ′ ← θ, or θ⁻ ← θ, with the statistics of observations, without a lock."""
     torch._foreach_copy_(state, source)
 
 

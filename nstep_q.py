@@ -71,8 +71,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "learning_rate": 3e-4,
         "rms_eps": 1e-5,
     },
-    # Vectors, ours: tasks that are learned in minutes. With a larger or a smaller ε of RMSProp
-    # Acrobot is not learned.
+    # Vectors, ours: tasks that are learned in minutes.
     "vector": {
         "total_steps": 1_000_000,
         "epsilon_steps": 100_000,
@@ -386,7 +385,7 @@ def share(*parts: nn.Module | torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def sync(state: list[Tensor], source: list[Tensor]) -> None:
-    """θ′ ← θ, or θ⁻ ← θ, without a lock."""
+    """θ′ ← θ, or θ⁻ ← θ, with the statistics of observations, without a lock."""
     torch._foreach_copy_(state, source)
 
 

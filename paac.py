@@ -82,7 +82,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # Box actions, ours but for the weight of the entropy (Mnih et al. 2016, sec. 9). So small an ε
     # makes each weight's step about α, whatever the size of the rewards. value_coef was found on
-    # Pendulum, the rest on HalfCheetah and Hopper. Pendulum also needs --entropy-coef 0.01.
+    # Pendulum, the rest on HalfCheetah and Hopper.
     "continuous": {
         "total_steps": 1_000_000,
         "n_envs": 16,

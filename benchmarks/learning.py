@@ -1,6 +1,6 @@
 """Runs a suite of trainings side by side, and adds each to results/runs.csv when it is done.
 
-    python benchmarks/learning.py small                             # an hour on two cores
+    python benchmarks/learning.py small                             # hours on two cores
     python benchmarks/learning.py pong --trainers ppo_batch --seeds 1 2 3
     python benchmarks/results.py                                    # then: tables and pictures
 

@@ -67,7 +67,7 @@ class RewardScale(nn.Module):
     def see(self, rewards: np.ndarray, dones: np.ndarray) -> None:
         """Take note of a step of all environments, (n_envs,) each."""
         self.R = self.gamma * self.R + rewards
-        self.seen += rewards.size, np.square(self.R).sum()
+        self.seen += rewards.size, self.R @ self.R
         self.R *= ~dones
 
     def update(self) -> np.ndarray:
