@@ -61,7 +61,7 @@ from torch import multiprocessing as mp
 from torch.nn import functional as F
 
 from common.evaluate import evaluate
-from common.norm import RewardScale, RunningNorm
+from common.norm import RewardScale, make_norm
 from common.processes import check, n_cores, start, stop
 from common.run import Run, RunArgs, load_checkpoint, parse_args
 from common.vec_env import env_seed, make_vec_env
@@ -197,7 +197,7 @@ class ActorCritic(nn.Module):
         self, observation_space: spaces.Box, action_space: gym.Space, arch: str, lstm: bool
     ) -> None:
         super().__init__()
-        self.norm = RunningNorm(observation_space.shape[0]) if arch == "mlp" else None
+        self.norm = make_norm(observation_space) if arch == "mlp" else None
         self.discrete = isinstance(action_space, spaces.Discrete)
         n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape) + 1
         n_trunks = 1 if self.discrete else 2

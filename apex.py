@@ -80,7 +80,7 @@ from torch import multiprocessing as mp
 
 from common.atari import STACK
 from common.evaluate import evaluate
-from common.norm import RewardScale, RunningNorm
+from common.norm import RewardScale, make_norm
 from common.processes import check, n_cores, start, stop
 from common.run import Run, RunArgs, load_checkpoint, parse_args, pick_device, usage_error
 from common.sum_tree import SumTree
@@ -109,10 +109,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "envs_per_actor": 8,
         "capacity": 100_000,
         "learning_starts": 1_000,
-        "batch_size": 128,
+        "batch_size": 64,
         "replay_ratio": 8.0,
-        "target_interval": 250,
-        "learning_rate": 6e-4,
+        "target_interval": 50,
+        "learning_rate": 5e-4,
         "eval_epsilon": 0.0,
     },
 }
@@ -198,7 +198,7 @@ class QNetwork(nn.Module):
     ) -> None:
         super().__init__()
         self.bfloat16 = bfloat16
-        self.norm = RunningNorm(observation_space.shape[0]) if arch == "mlp" else None
+        self.norm = make_norm(observation_space) if arch == "mlp" else None
         if arch == "nature":  # (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7
             layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1), nn.Flatten()]
             n_features, n_hidden = 3136, 512
@@ -224,7 +224,7 @@ class QNetwork(nn.Module):
                 features = self.trunk(obs)
             features = features.float()
         else:
-            features = self.trunk(self.norm(obs))
+            features = self.trunk(self.norm(obs) if self.norm else obs)
         advantages = self.advantages(features)
         return self.value(features) + advantages - advantages.mean(1, keepdim=True)
 
@@ -490,7 +490,7 @@ def actor(index: int, args: Args, first_step: int, fetch: Callable) -> Iterator[
     torch.manual_seed(env_seed(args.seed, first_step, index))
     envs = RecordEpisodeStatistics(make_vec_env(args.env_id, n, 0, args.env_kwargs))
     with contextlib.closing(envs):
-        reward_scale = RewardScale(args)
+        reward_scale = RewardScale(args, size=10.0)
         buffers = [LocalBuffer(index * n + i, args, reward_scale) for i in range(n)]
         epsilons = torch.tensor(
             [
@@ -740,7 +740,7 @@ def main(argv: list[str] | None = None) -> int:
     model = QNetwork(observations, actions, arch, args.bfloat16 == "on").to(device)  # θ
     target_model = copy.deepcopy(model)  # θ⁻
     optimizer = CentredRMSProp(model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps)
-    reward_scale = RewardScale(args)
+    reward_scale = RewardScale(args, size=10.0)
 
     if args.evaluate:
         load_checkpoint("apex", args.evaluate, model=model)

@@ -54,7 +54,7 @@ from torch import Tensor, nn
 from torch import multiprocessing as mp
 
 from common.evaluate import evaluate
-from common.norm import RewardScale, RunningNorm
+from common.norm import RewardScale, make_norm
 from common.processes import check, n_cores, start, stop
 from common.run import Run, RunArgs, load_checkpoint, parse_args, usage_error
 from common.vec_env import env_seed, make_vec_env
@@ -79,7 +79,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "epsilon_steps": 200_000,
         "update_interval": 20,
         "target_interval": 200,
-        "learning_rate": 1e-3,
+        "learning_rate": 4e-3,
         # with (0.1, 0.01, 0.5), two processes may both draw 0.5 and never learn CartPole
         "epsilon_finals": (0.1,),
         "epsilon_probs": (1.0,),
@@ -140,7 +140,7 @@ class QNetwork(nn.Module):
         self, observation_space: spaces.Box, action_space: spaces.Discrete, arch: str
     ) -> None:
         super().__init__()
-        self.norm = RunningNorm(observation_space.shape[0]) if arch == "mlp" else None
+        self.norm = make_norm(observation_space) if arch == "mlp" else None
         if arch == "nips":  # (n, 4, 84, 84) → 16x20x20 → 32x9x9 → 256
             layers = [*conv(4, 16, 8, 4), *conv(16, 32, 4, 2)]
             layers += [nn.Flatten(), nn.Linear(2592, 256), nn.ReLU(inplace=True)]
@@ -412,7 +412,7 @@ def main(argv: list[str] | None = None) -> int:
     optimizer = RMSProp(
         model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, initial_square=0.0
     )
-    reward_scale = RewardScale(args)
+    reward_scale = RewardScale(args, size=10.0)
 
     if args.evaluate:
         load_checkpoint("async_q", args.evaluate, model=model)

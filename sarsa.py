@@ -56,7 +56,7 @@ from torch import Tensor, nn
 from torch import multiprocessing as mp
 
 from common.evaluate import evaluate
-from common.norm import RewardScale, RunningNorm
+from common.norm import RewardScale, make_norm
 from common.processes import check, n_cores, start, stop
 from common.run import Run, RunArgs, load_checkpoint, parse_args, usage_error
 from common.vec_env import env_seed, make_vec_env
@@ -81,7 +81,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "epsilon_steps": 100_000,
         "update_interval": 20,
         "target_interval": 200,
-        "learning_rate": 1e-3,
+        "learning_rate": 4e-3,
         "rms_eps": 1e-3,
         "eval_epsilon": 0.0,
     },
@@ -139,7 +139,7 @@ class QNetwork(nn.Module):
         self, observation_space: spaces.Box, action_space: spaces.Discrete, arch: str
     ) -> None:
         super().__init__()
-        self.norm = RunningNorm(observation_space.shape[0]) if arch == "mlp" else None
+        self.norm = make_norm(observation_space) if arch == "mlp" else None
         if arch == "nips":  # (n, 4, 84, 84) → 16x20x20 → 32x9x9 → 256
             layers = [*conv(4, 16, 8, 4), *conv(16, 32, 4, 2)]
             layers += [nn.Flatten(), nn.Linear(2592, 256), nn.ReLU(inplace=True)]
@@ -415,7 +415,7 @@ def main(argv: list[str] | None = None) -> int:
     optimizer = RMSProp(
         model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, initial_square=0.0
     )
-    reward_scale = RewardScale(args)
+    reward_scale = RewardScale(args, size=10.0)
 
     if args.evaluate:
         load_checkpoint("sarsa", args.evaluate, model=model)

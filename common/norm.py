@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from torch import Tensor, nn
 
 from common.atari import is_atari
 from common.distributed import of_all_ranks
 from common.vec_env import find_spec
-
-LIMITS = {"clip": 1.0, "scale": 10.0, "raw": math.inf}  # of what is learned from, by --rewards
 
 
 class RunningNorm(nn.Module):
@@ -44,22 +43,34 @@ class RunningNorm(nn.Module):
         return ((x - self.mean) / self.std).clamp(-self.clip, self.clip)
 
 
-class RewardScale(nn.Module):
-    """Rewards to learn from, as --rewards says: r clipped to ±1, r / σ clipped to ±10, or r.
+def make_norm(space: spaces.Box) -> RunningNorm | None:
+    """For vectors that are not within ±1 by their bounds already, as one-hot ones are.
 
-    σ² is the mean of R² over all steps since the start of training, where R ← γ R + r is the
+    Dividing those by their deviation would enlarge states that are seldom seen.
+    """
+    return RunningNorm(space.shape[0]) if max(-space.low.min(), space.high.max()) > 1 else None
+
+
+class RewardScale(nn.Module):
+    """Rewards to learn from, as --rewards says: r clipped to ±1, r / σ clipped to ±10 size, or r.
+
+    (size σ)² is the mean of R² over all steps since the start of training, where R ← γ R + r is the
     discounted return so far of a step's episode. Gymnasium's NormalizeReward has the variance of R,
     which is too small where all returns are alike.
 
-    Args: args: a trainer's, of which `rewards`, `env_id` and `gamma` count.
+    Args:
+        args: a trainer's, of which `rewards`, `env_id` and `gamma` count.
+        size: root mean square of the returns to learn from. A larger one makes the values that
+            random weights give small beside it.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Any, size: float = 1.0) -> None:
         super().__init__()
         self.how = args.rewards
         if self.how == "auto":
             self.how = "clip" if is_atari(find_spec(args.env_id)) else "scale"
-        self.gamma = args.gamma
+        self.limit = {"clip": 1.0, "scale": 10 * size, "raw": math.inf}[self.how]
+        self.gamma, self.size = args.gamma, size
         self.R: Any = 0.0  # of each environment of this process
         self.seen = np.zeros(2)  # Σ1 and ΣR² since the last update
         self.register_buffer("sums", torch.zeros(2, dtype=torch.float64))  # of all steps
@@ -86,9 +97,8 @@ class RewardScale(nn.Module):
     @property
     def sigma(self) -> float:
         n, squares = self.sums.tolist()
-        return max(math.sqrt(squares / n), 1e-8) if self.how == "scale" and n else 1.0
+        return max(math.sqrt(squares / n), 1e-8) / self.size if self.how == "scale" and n else 1.0
 
     def forward(self, rewards: Any) -> Any:
         """An array or a tensor of raw rewards → those to learn from."""
-        limit = LIMITS[self.how]
-        return (rewards / self.sigma).clip(-limit, limit)
+        return (rewards / self.sigma).clip(-self.limit, self.limit)

@@ -261,7 +261,8 @@ def make_env(env_id: str, env_kwargs: dict, render_mode: str | None = None) -> g
     if isinstance(space, spaces.Discrete) or len(space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     if env.observation_space.dtype != np.float32:
-        vector = spaces.Box(-np.inf, np.inf, env.observation_space.shape, np.float32)
+        box = env.observation_space
+        vector = spaces.Box(np.float32(box.low), np.float32(box.high), dtype=np.float32)
         env = gym.wrappers.TransformObservation(env, np.float32, vector)
     return env
 

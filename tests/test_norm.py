@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from common.norm import RewardScale
+from common.norm import RewardScale, make_norm
+from common.vec_env import env_spaces
 
 
-def reward_scale(gamma, rewards="scale", env_id=""):
-    return RewardScale(SimpleNamespace(rewards=rewards, gamma=gamma, env_id=env_id))
+def reward_scale(gamma, rewards="scale", env_id="", size=1.0):
+    return RewardScale(SimpleNamespace(rewards=rewards, gamma=gamma, env_id=env_id), size)
 
 
 def test_reward_scale_by_hand():
@@ -26,10 +27,10 @@ def test_reward_scale_by_hand():
     assert scale(torch.tensor([3.0, 99.0])).tolist() == pytest.approx([3 / sigma, 10])
     scale.add(np.array([2, 4.0]))  # of another process
     assert scale.sigma == pytest.approx(math.sqrt(40.25 / 8))
-    for rewards, limit in (("clip", 1), ("raw", math.inf)):
-        other = reward_scale(0.5, rewards)
-        other.add(np.array([1, 100.0]))
-        assert other(np.array([0.5, -7.0])).tolist() == [0.5, max(-7, -limit)]
+    for rewards, learned in (("clip", [0.5, -1]), ("raw", [0.5, -700]), ("scale", [0.1, -50])):
+        other = reward_scale(0.5, rewards, size=5.0)
+        other.add(np.array([4, 2500.0]))  # σ = 25 / 5
+        assert other(np.array([0.5, -700.0])).tolist() == learned
     for env_id, how in (("ALE/Pong-v5", "clip"), ("CartPole-v1", "scale")):
         assert reward_scale(0.5, "auto", env_id).how == how
 
@@ -56,3 +57,12 @@ def test_what_is_learned_from_does_not_depend_on_the_size(size):
             scale.update()
             learned.append(scale(factor * rewards))
     np.testing.assert_allclose(learned[:50], learned[50:], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "normalised"),
+    [("FrozenLake-v1", False), ("benchmarks.tasks:CatchCells-v0", False), ("CartPole-v1", True)],
+)
+def test_observations_within_one_stay_as_they_are(env_id, normalised):
+    observations, _ = env_spaces(env_id)
+    assert (make_norm(observations) is not None) == normalised
