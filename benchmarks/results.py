@@ -1,7 +1,7 @@
 """Draws the tables and the pictures of results/ from results/runs.csv and the curves that it names.
 
     python benchmarks/results.py                                    # rewrite all of them
-    python benchmarks/results.py --add runs/pong-1                  # append a finished run first
+    python benchmarks/results.py --add runs/pong-1                  # append a finished run, no more
     python benchmarks/results.py --add runs/pong-2 --variant paper --note "stopped"
 
 A curve is named <trainer>_<environment>[_<variant>]_<seed>.csv. The table and the picture of a task
@@ -170,6 +170,8 @@ def scores_of(runs: list[dict]) -> list[float]:
 def spread(runs: list[dict]) -> str:
     """The mean over seeds, the lowest and the highest; for one seed ± is over its episodes."""
     scores = scores_of(runs)
+    if len(scores) > 1 and min(scores) == max(scores):
+        return number(scores[0])
     if len(scores) > 1:
         return f"{number(np.mean(scores))} ({number(min(scores))} to {number(max(scores))})"
     return f"{number(scores[0])} ± {number(runs[0]['std'])}" if scores else ""
@@ -181,13 +183,10 @@ def markdown(*rows: list[str]) -> str:
 
 
 def pong_table(runs: list[dict]) -> str:
-    head = "trainer, CartPole-v1: mean (lowest), Pong, million steps, hours, cores, published: Pong"
-    rows = [head.split(", ")]
+    rows = [["trainer", "score", "million steps", "hours", "cores", "published"]]
     for trainer in COLOURS:
-        scores = scores_of(find(runs, trainer, "CartPole-v1"))
         pong = find(runs, trainer, ATARI("Pong"))
-        cells = [f"`{trainer}.py`", f"{number(np.mean(scores))} ({number(min(scores))})"]
-        cells += [each(pong, "score", number), each(pong, "steps", millions)]
+        cells = [f"`{trainer}.py`", each(pong, "score", number), each(pong, "steps", millions)]
         cells += [each(pong, "hours", number), each(pong, "cores")]
         rows.append([*cells, PUBLISHED_PONG.get(trainer, "")])
     return markdown(*rows)
@@ -202,7 +201,7 @@ def atari_table(runs: list[dict]) -> str:
     return markdown(*rows)
 
 
-def task_table(runs: list[dict], env_ids: list[str], **published: dict[str, float]) -> str:
+def task_table(runs: list[dict], env_ids: list[str], **published: dict[str, float]) -> list:
     """Trainers down, tasks across, and published scores below them."""
     env_ids = [e for e in env_ids if any(find(runs, trainer, e) for trainer in COLOURS)]
     rows = [["", *map(title, env_ids)]]
@@ -212,7 +211,7 @@ def task_table(runs: list[dict], env_ids: list[str], **published: dict[str, floa
     for who, scores in published.items():
         cells = [number(scores[e]) if e in scores else "" for e in map(title, env_ids)]
         rows.append([f"published, {who}", *cells])
-    return markdown(*rows)
+    return rows
 
 
 # ----------------------------------------------------------------------------------------- pictures
@@ -268,10 +267,12 @@ def main() -> None:
         runs.append(dict.fromkeys(runs[0], "") | add(args.add, args.variant, args.note))
         with open(RESULTS / "runs.csv", "a", newline="") as file:
             csv.DictWriter(file, list(runs[0]), lineterminator="\n").writerow(runs[-1])
+        return
 
     tables = {"pong": pong_table(runs), "atari": atari_table(runs)}
-    tables["small"] = task_table(runs, [*SMALL, TASKS("Catch-v0")])
-    tables["mujoco"] = task_table(runs, MUJOCO, PPO=PPO, A2C=A2C)
+    small = task_table(runs, [*SMALL, TASKS("Catch-v0")])
+    tables["small"] = markdown(*zip(*small, strict=True))  # tasks down, trainers across
+    tables["mujoco"] = markdown(*task_table(runs, MUJOCO, PPO=PPO, A2C=A2C))
     for path in (ROOT / "README.md", RESULTS / "README.md"):
         text = path.read_text()
         for name, table in tables.items():
@@ -287,7 +288,7 @@ def main() -> None:
     for name, trainers in (("pong", every), ("pong_short", short)):
         picture(runs, name, [(ATARI("Pong"), x, trainers) for x in ("million steps", "hours")], 2)
     picture(runs, "atari", panels([ATARI(game) for game in PAAC], ["paac"]), 4)
-    picture(runs, "small", panels(["CartPole-v1", "Acrobot-v1", "Pendulum-v1"], every), 3)
+    picture(runs, "small", panels(SMALL, every), 5)
     picture(runs, "mujoco", panels(MUJOCO, ["paac", "a3c", "ppo_batch"]), 3)
 
 

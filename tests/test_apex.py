@@ -84,7 +84,7 @@ def played(env, args, space, seed):
         buffer.episodes.append((sum(x.rewards), length))
         stream += slow_transitions(x, args.n_step, args.gamma, SIGMA)
         for chunk in buffer.chunks():
-            sums = np.array([args.chunk_size, args.chunk_size * SIGMA**2])
+            sums = np.array([args.chunk_size, args.chunk_size * (10 * SIGMA) ** 2])
             yield chunk._replace(reward_sums=sums), [stream.pop(0) for _ in range(args.chunk_size)]
 
 
