@@ -33,7 +33,7 @@ Where the sources differ or are silent:
 
 Departures:
 - A time limit does not cut the return: it bootstraps from V of the final observation. Sec. 9 learns
-  from whole episodes and never bootstraps: `--no-bootstrap-limits` and a large `--t-max`.
+  from whole episodes and never bootstraps.
 - Sec. 9 always has an LSTM; here it needs `--lstm`. Its networks for pictures are left out.
 - 0.01 is added to a Gaussian's σ². Box actions are mapped from [-1, 1] to their bounds and clipped.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
@@ -135,8 +135,6 @@ class Args(RunArgs):
     """decay of RMSProp's mean square g per update, and of momentum SGD's mean gradient"""
     rms_eps: float = 0.1
     """ε inside RMSProp's root"""
-    bootstrap_limits: bool = True
-    """a time limit does not cut the return"""
 
 
 # --- network
@@ -388,7 +386,7 @@ def actor_learner(
                 over = args.total_steps <= T or ending[0]
                 rollout_over = len(rewards) == args.t_max or done or over
             R = 0.0  # for a terminal s_t, else V(s_t; θ′)
-            if not done or (args.bootstrap_limits and not terminated[0]):
+            if not terminated[0]:
                 last_obs = to_sequence(np.stack(info["final_obs"])) if done else obs
                 with torch.no_grad():
                     # discard the LSTM state: the next rollout starts from s_t again
@@ -447,10 +445,10 @@ def train(
 
     Without locks, a checkpoint may hold half of an update, as every snapshot θ′ may.
     """
-    share(model, *optimizers, reward_scale)
-    counts = torch.zeros(args.n_processes, dtype=torch.int64).share_memory_()
+    counts = torch.zeros(args.n_processes, dtype=torch.int64)
     counts[0] = run.step
-    ending = torch.tensor([False]).share_memory_()
+    ending = torch.tensor([False])
+    # All of it moves into shared memory when the first process gets it.
     shared = model, optimizers, reward_scale, counts, ending
     processes, connections, losses = [], [], {}
     try:
@@ -474,16 +472,11 @@ def train(
 
 def make_optimizers(args: Args, model: nn.Module) -> list[RMSProp | MomentumSGD]:
     """One whose statistics all processes share, or one for each process."""
-    lr, decay = args.learning_rate, args.rms_decay
-    optimizers: list[RMSProp | MomentumSGD] = []
-    for _ in range(1 if args.optimizer == "shared-rmsprop" else args.n_processes):
-        if args.optimizer == "momentum-sgd":
-            optimizers.append(MomentumSGD(model.parameters(), lr, decay))
-        else:
-            optimizers.append(
-                RMSProp(model.parameters(), lr, decay, args.rms_eps, initial_square=0.0)
-            )
-    return optimizers
+    make, constants = RMSProp, (args.learning_rate, args.rms_decay, args.rms_eps, 0.0)
+    if args.optimizer == "momentum-sgd":
+        make, constants = MomentumSGD, constants[:2]
+    n = 1 if args.optimizer == "shared-rmsprop" else args.n_processes
+    return [make(model.parameters(), *constants) for _ in range(n)]
 
 
 def receive(connections: list[Any], run: Run) -> dict[str, float]:
@@ -498,17 +491,6 @@ def receive(connections: list[Any], run: Run) -> dict[str, float]:
                 else:
                     (losses,) = content
     return losses
-
-
-def share(*parts: nn.Module | torch.optim.Optimizer) -> None:
-    """Move networks, and the statistics of optimizers, into shared memory."""
-    for part in parts:
-        if isinstance(part, nn.Module):
-            part.share_memory()
-        else:
-            for statistics in part.state.values():
-                for tensor in statistics.values():
-                    tensor.share_memory_()
 
 
 @torch.no_grad()

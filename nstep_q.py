@@ -332,11 +332,11 @@ def train(
 
     Without locks, a checkpoint may hold half of an update, as what a process acts on may.
     """
-    share(model, target_model, optimizer, reward_scale)
-    counts = torch.zeros(args.n_processes, dtype=torch.int64).share_memory_()
+    counts = torch.zeros(args.n_processes, dtype=torch.int64)
     counts[0] = run.step
-    target_step = torch.tensor([run.step]).share_memory_()
-    ending = torch.tensor([False]).share_memory_()
+    target_step = torch.tensor([run.step])
+    ending = torch.tensor([False])
+    # All of it moves into shared memory when the first process gets it.
     shared = model, target_model, optimizer, reward_scale, counts, target_step, ending
     processes, connections, losses = [], [], {}
     try:
@@ -370,17 +370,6 @@ def receive(connections: list[Any], run: Run) -> dict[str, float]:
                 else:
                     (losses,) = content
     return losses
-
-
-def share(*parts: nn.Module | torch.optim.Optimizer) -> None:
-    """Move networks, and the statistics of optimizers, into shared memory."""
-    for part in parts:
-        if isinstance(part, nn.Module):
-            part.share_memory()
-        else:
-            for statistics in part.state.values():
-                for tensor in statistics.values():
-                    tensor.share_memory_()
 
 
 @torch.no_grad()

@@ -483,7 +483,7 @@ def slow_a3c(slow, walk, calls):
             T, over = slow.count()
             kind = walk.kinds[k]
             k += 1
-        cut = kind and (kind != "truncated" or not a.bootstrap_limits)
+        cut = kind and kind != "truncated"
         R = 0 if cut else slow_actor_critic(snapshot, walk.final_obs[k - 1], states)[1].item()
         returns, loss = sums_of_rewards(slow.rewards(walk, first, k), R, a.gamma), 0
         for R, (output, value, action) in zip(returns, passed, strict=True):
@@ -556,7 +556,6 @@ A3C_CASES = {
     "mixed ends": {},
     "to the end of T_max": {"total_steps": 24, "until": 99},
     "clipped": {"rewards": "clip"},
-    "time limits cut the return": {"bootstrap_limits": False},
     "rollouts of 3": {
         "anneal_entropy": False,
         "t_max": 3,
