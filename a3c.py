@@ -29,7 +29,7 @@ Where the sources differ or are silent:
   over the rollout, not averaged.
 - α falls to zero over T_max by the global step.
 - A Gaussian's entropy is the one that sec. 9 prints, of one dimension.
-- Rewards are clipped to [-1, 1]; reports differ.
+- On Atari, rewards are clipped to [-1, 1]; reports differ.
 
 Departures:
 - A time limit does not cut the return: it bootstraps from V of the final observation. Sec. 9 learns

@@ -48,7 +48,8 @@ Departures:
 - `--replay-ratio` holds actors and learner to a ratio; in the paper both run free, at about 0.78.
 - 50 million steps are 200 million frames; the paper has 22.8 billion.
 - The paper has no vectors: the MLP, the normalisation of observations and of rewards (see
-  common/norm.py) and the presets but for `atari` are ours.
+  common/norm.py), `--anneal-lr` and the presets but for `atari` are ours. Returns of n steps are
+  divided by σ, not clipped; initial priorities have the σ of the actor's own environments.
 - For images the convolutions run in bfloat16 on CPUs that have AVX512_BF16 (`--bfloat16 off`), and
   convolutions on CUDA are TF32; everything else is float32.
 
@@ -112,7 +113,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "batch_size": 64,
         "replay_ratio": 8.0,
         "target_interval": 50,
-        "learning_rate": 5e-4,
+        "learning_rate": 1e-3,
+        "anneal_lr": True,  # so that the last θ is not one of many that differ
         "eval_epsilon": 0.0,
     },
 }
@@ -169,6 +171,8 @@ class Args(RunArgs):
     """updates between two copies of θ to θ⁻"""
     learning_rate: float = 6.25e-5
     """α"""
+    anneal_lr: bool = False
+    """α falls to zero over total_steps"""
     gamma: float = 0.99
     """γ, discount per step"""
     max_grad_norm: float = 40.0
@@ -287,6 +291,11 @@ def double_q_targets(
     return returns + discounts * next_target_q_values.gather(1, best).squeeze(1)
 
 
+def linear_decay(initial: float, step: int, total_steps: int) -> float:
+    """The value at `step` of a line from `initial` at step 0 to zero at `total_steps`."""
+    return initial * max(0.0, 1 - step / total_steps)
+
+
 class CentredRMSProp(torch.optim.Optimizer):
     """g ← decay g + (1 - decay) d²; m ← decay m + (1 - decay) d; θ ← θ - lr d / √(g - m² + eps).
 
@@ -327,7 +336,7 @@ class Chunk(NamedTuple):
     n_earlier: np.ndarray  # (B,) frames of the same episode before each of them
     transitions: np.ndarray  # (B,) TRANSITION
     priorities: np.ndarray  # (B,) of the transitions, 0 where there is none
-    reward_sums: np.ndarray | None = None  # of a `RewardScale`, since the actor's last chunk
+    reward_sums: np.ndarray  # of a `RewardScale`, since the actor's last chunk
 
 
 class Batch(NamedTuple):
@@ -465,6 +474,7 @@ class LocalBuffer:
             returns, discounts, n_rewards = n_step_transitions(
                 rewards, terminated, acted, n, self.args.gamma
             )
+            reward_sums = self.reward_scale.update()
             errors = returns / self.reward_scale.sigma - q_taken[:B]
             errors += discounts * q_max[np.arange(B) + n_rewards]
             columns = actions[:B], returns, discounts, n_rewards
@@ -475,6 +485,7 @@ class LocalBuffer:
                 n_earlier[n:],
                 np.rec.fromarrays(columns, TRANSITION),
                 priorities_of(errors, self.args) * acted[:B],
+                reward_sums,
             )
             self.rows = self.rows[B:]
             self.episodes = []
@@ -530,11 +541,7 @@ def actor(index: int, args: Args, first_step: int, fetch: Callable) -> Iterator[
                 n_earlier[i] = 0
             obs = next_obs
             # τ ← LocalBuffer.Get(B), p ← ComputePriorities(τ), Replay.Add(τ, p)
-            yield [
-                chunk._replace(reward_sums=reward_scale.update())
-                for buffer in buffers
-                for chunk in buffer.chunks()
-            ]
+            yield [chunk for buffer in buffers for chunk in buffer.chunks()]
 
 
 # --- transport
@@ -669,6 +676,9 @@ def train(
                 run.log_step(step, **losses)
                 continue
             batch = replay.sample()  # id, τ ← Replay.Sample()
+            if args.anneal_lr:
+                lr = linear_decay(args.learning_rate, step, args.total_steps)
+                optimizer.param_groups[0]["lr"] = lr
             # l ← ComputeLoss(τ; θ), θ ← UpdateParameters(l; θ), p ← ComputePriorities()
             errors, losses = update(
                 model, target_model, optimizer, batch, reward_scale.sigma, args.max_grad_norm

@@ -79,6 +79,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "learning_rate": 1e-3,
         "rms_eps": 1e-3,
         "eval_epsilon": 0.0,
+        # with (0.1, 0.01, 0.5), two processes may both draw 0.5 and never learn CartPole
+        "epsilon_finals": (0.1,),
+        "epsilon_probs": (1.0,),
     },
 }
 

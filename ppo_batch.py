@@ -24,13 +24,13 @@ This is the PPO of ChainerRL's code and of PFRL, its successor in PyTorch:
 - Where M does not divide N·T, a minibatch holds the end of one epoch and the start of the next.
 - On vectors, the statistics that normalise observations change between the rollout and its epochs,
   so even the first ρ is not exactly 1.
-- The presets `atari` and `vector` are PFRL's, with two changes on vectors: 8 environments, where
+- The presets `atari` and `vector` are PFRL's, with changes on vectors: 8 environments, where
   its example has 1, and α falls to zero, as in ChainerRL's batch example, where PFRL's is constant
   (`--no-anneal-lr`). `short`, with the smaller network, is ours.
 - ChainerRL's constants, but for its LeCun weights, are `--preset vector --gamma 0.99 --gae-lambda
-  0.95 --no-standardize-advantages --n-envs 1 --total-steps 1e6 --no-bootstrap-limits`, and 0.01 for
-  what rewards are multiplied with. Those of Table 5 of Schulman et al. are `--update-epochs 3
-  --anneal-clip`.
+  0.95 --no-standardize-advantages --n-envs 1 --total-steps 1e6 --no-bootstrap-limits --rewards raw`
+  in an environment that multiplies rewards by 0.01. Those of Table 5 of Schulman et al. are
+  `--update-epochs 3 --anneal-clip`.
 
 Departures:
 - Rewards are divided by the size of returns, but for Atari (see common/norm.py; `--rewards raw`).

@@ -19,13 +19,15 @@ class RunningNorm(nn.Module):
     """(x - mean) / √(var + eps), clipped to ±clip: what /255 is for images, for vectors.
 
     Mean and (population) variance are those of all vectors that `update` has seen, since the start
-    of training. They are sums that only grow, so that processes may add to them without a lock.
+    of training. Hogwild's processes add to the sums without a lock. Where one of them loses what
+    another has added, little is lost, as the first vector c is taken off before x is squared.
     """
 
     def __init__(self, size: int, eps: float = 1e-8, clip: float = 10.0) -> None:
         super().__init__()
         self.eps, self.clip = eps, clip
-        self.register_buffer("sums", torch.zeros(3, size, dtype=torch.float64))  # Σ1, Σx, Σx²
+        self.register_buffer("first", torch.zeros(size, dtype=torch.float64))  # c
+        self.register_buffer("sums", torch.zeros(3, size, dtype=torch.float64))  # Σ1, Σx-c, Σ(x-c)²
         self.register_buffer("mean", torch.zeros(size))
         self.register_buffer("std", torch.full((size,), math.sqrt(1 + eps)))  # √(var + eps)
 
@@ -33,9 +35,12 @@ class RunningNorm(nn.Module):
     def update(self, x: Tensor) -> None:
         """Add the vectors x, (..., size), of all ranks under torchrun."""
         x = of_all_ranks(x).flatten(0, -2).double()
+        if not self.sums[0, 0]:
+            self.first.copy_(x[0])
+        x = x - self.first
         self.sums += torch.stack([torch.ones_like(x), x, x.square()]).sum(1)
         n, total, squares = self.sums
-        self.mean.copy_(total / n)
+        self.mean.copy_(self.first + total / n)
         variance = (squares / n - (total / n).square()).clamp(min=0)
         self.std.copy_((variance + self.eps).sqrt())
 

@@ -67,8 +67,8 @@ def stacked(frames, image):
 
 def played(env, args, space, seed):
     """Chunks of a LocalBuffer in random episodes, and the transitions that they should have."""
-    rng, reward_scale = np.random.default_rng((seed, env)), SimpleNamespace(sigma=SIGMA)
-    buffer = apex.LocalBuffer(env, args, reward_scale)
+    rng, sums = np.random.default_rng((seed, env)), args.chunk_size * np.array([1, 100 * SIGMA**2])
+    buffer = apex.LocalBuffer(env, args, SimpleNamespace(sigma=SIGMA, update=lambda: sums))
     stream = [None] * args.n_step  # there are none before the first frame
     while True:
         length, kind = int(rng.integers(1, 12)), rng.choice(KINDS)
@@ -84,8 +84,7 @@ def played(env, args, space, seed):
         buffer.episodes.append((sum(x.rewards), length))
         stream += slow_transitions(x, args.n_step, args.gamma, SIGMA)
         for chunk in buffer.chunks():
-            sums = np.array([args.chunk_size, args.chunk_size * (10 * SIGMA) ** 2])
-            yield chunk._replace(reward_sums=sums), [stream.pop(0) for _ in range(args.chunk_size)]
+            yield chunk, [stream.pop(0) for _ in range(args.chunk_size)]
 
 
 def test_n_step_transitions_against_whole_episodes():
@@ -457,7 +456,7 @@ def test_update_against_its_formula(scale, clipped):
 def test_numbers_that_are_not_finite_are_refused():
     args = make_args(batch_size=4)
     replay = apex.Replay(VECTOR, args, torch.device("cpu"), 0)
-    buffer = apex.LocalBuffer(0, args, SimpleNamespace(sigma=SIGMA))
+    buffer = apex.LocalBuffer(0, args, SimpleNamespace(sigma=SIGMA, update=lambda: None))
     replay.add(next(played(0, args, VECTOR, 0))[0])
     with pytest.raises(ValueError, match="finite"):
         replay.set_priorities(replay.sample().indices, np.full(4, np.nan))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.norm import RewardScale, make_norm
+from common.norm import RewardScale, RunningNorm, make_norm
 from common.vec_env import env_spaces
 
 
@@ -57,6 +57,18 @@ def test_what_is_learned_from_does_not_depend_on_the_size(size):
             scale.update()
             learned.append(scale(factor * rewards))
     np.testing.assert_allclose(learned[:50], learned[50:], rtol=1e-6)
+
+
+def test_what_a_process_overwrites_costs_little():
+    """Observations of 300 ± 1, and one update in ten is lost in one of the sums."""
+    norm, rng = RunningNorm(1), np.random.default_rng(0)
+    for i in range(1000):
+        before = norm.sums[i % 3].clone()
+        norm.update(torch.from_numpy(rng.normal(300, 1, size=(5, 1))))
+        if i % 10 == 0:
+            norm.sums[i % 3] = before
+    assert abs(norm.mean.item() - 300) < 0.2
+    assert abs(norm.std.item() - 1) < 0.2
 
 
 @pytest.mark.parametrize(
