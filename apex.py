@@ -113,7 +113,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "batch_size": 64,
         "replay_ratio": 8.0,
         "target_interval": 50,
-        "learning_rate": 1e-3,
+        "learning_rate": 5e-4,
         "anneal_lr": True,  # so that the last θ is not one of many that differ
         "eval_epsilon": 0.0,
     },
