@@ -171,10 +171,9 @@ def scores_of(runs: list[dict]) -> list[float]:
 def spread(runs: list[dict]) -> str:
     """The mean over seeds, the lowest and the highest; for one seed ± is over its episodes."""
     scores = scores_of(runs)
-    if len(scores) > 1 and min(scores) == max(scores):
-        return number(scores[0])
     if len(scores) > 1:
-        return f"{number(np.mean(scores))} ({number(min(scores))} to {number(max(scores))})"
+        low, mean, high = map(number, (min(scores), np.mean(scores), max(scores)))
+        return mean if low == high else f"{mean} ({low} to {high})"
     return f"{number(scores[0])} ± {number(runs[0]['std'])}" if scores else ""
 
 

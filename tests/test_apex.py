@@ -246,7 +246,7 @@ def q_of(version, obs):
 
 
 def run_actor(index, args, n_steps):
-    """The chunks of each environment; the episodes are in Walk.walks."""
+    """The chunks of each environment and their σ; the episodes are in Walk.walks."""
     Walk.walks.clear()
     versions = itertools.count()
 
@@ -254,10 +254,12 @@ def run_actor(index, args, n_steps):
         version = next(versions)
         return lambda obs: torch.tensor([q_of(version, x) for x in obs.numpy()])
 
-    chunks = defaultdict(list)
+    chunks, sums = defaultdict(list), np.zeros(2)
     with contextlib.closing(apex.actor(index, args, 0, fetch)) as steps:
         for chunk in itertools.chain(*itertools.islice(steps, n_steps)):
-            chunks[chunk.env].append(chunk)
+            sums += chunk.reward_sums
+            sigma = math.sqrt(sums[1] / sums[0]) / 10 if args.rewards == "scale" else 1.0
+            chunks[chunk.env].append((chunk, sigma))
     assert next(versions) == math.ceil(n_steps / args.fetch_interval)
     return chunks
 
@@ -266,7 +268,7 @@ def run_actor(index, args, n_steps):
 @pytest.mark.parametrize("image", [True, False], ids=["images", "vectors"])
 def test_actor_against_whole_episodes(image, epsilon):
     args = make_args(env_id=WALK, n_actors=2, envs_per_actor=2, epsilon=epsilon)
-    args.rewards = "clip" if image else "raw"
+    args.rewards = "clip" if image else "scale"
     args.env_kwargs, args.fetch_interval = json.dumps({"image": image}), 7
     args.capacity, args.batch_size = 1000, 100
     n_steps = 60 if image else 200
@@ -275,7 +277,7 @@ def test_actor_against_whole_episodes(image, epsilon):
     sent = run_actor(1, args, n_steps)
     assert len(sent) == 2
     for env, walk in enumerate(Walk.walks, 2):
-        chunks = sent[env]
+        chunks, sigmas = zip(*sent[env], strict=True)
         t, stream, frames, greedy = 0, [None] * args.n_step, [], []
         for episode in walk:
             learned = [max(-1, min(1, x)) if image else x for x in episode.rewards]
@@ -296,10 +298,12 @@ def test_actor_against_whole_episodes(image, epsilon):
         assert len(episodes) > len(walk) - 6
         for k, chunk in enumerate(chunks):
             transitions = stream[8 * k : 8 * k + 8]
+            for x in filter(None, transitions):
+                x.error += x.returns / sigmas[k] - x.returns
             check_priorities(chunk.priorities, transitions)
             replay.add(chunk)
             slow.add(chunk.env, transitions, chunk.priorities)
-    n, squares = sum(chunk.reward_sums for chunks in sent.values() for chunk in chunks)
+    n, squares = sum(chunk.reward_sums for chunks in sent.values() for chunk, _ in chunks)
     returns = [
         sum(args.gamma ** (t - i) * episode.rewards[i] for i in range(t + 1))
         for walk in Walk.walks
@@ -482,6 +486,9 @@ class Watch:
 
         def update(model, target_model, optimizer, batch, sigma, norm):
             assert sigma == SIGMA
+            left = max(0, 1 - (self.first_step + self.n) / self.args.total_steps)
+            lr = self.args.learning_rate * (left if self.args.anneal_lr else 1)
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(lr)
             self.events.append("update")
             assert len(self.models) < 1000, "it goes on without new transitions"
             self.models.append(copy.deepcopy(dict(model.named_parameters())))
@@ -503,6 +510,7 @@ class Watch:
 
     def begin(self, args, first_step, space, model):
         self.first_step, self.n, self.n_episodes, self.n_updates = first_step, 0, 0, []
+        self.args = args
         self.played = [played(env, args, space, first_step) for env in range(4)]
         self.events.clear()
         return self
@@ -553,7 +561,8 @@ def test_learner_and_resume(monkeypatch, tmp_path):
         assert same(target, watch.targets[k - 1]) == ((n_updates + k) % 7 != 0) or k == 0
     assert torch.load(folder / "checkpoint.pt")["step"] == watch.first_step + watch.n >= 1200
     # without a ratio it looks for chunks between two updates
-    assert train(["--run-dir", tmp_path / "2"], "--total-steps", 400, "--replay-ratio", None) == 0
+    flags = "--total-steps", 400, "--replay-ratio", None, "--no-anneal-lr"
+    assert train(["--run-dir", tmp_path / "2"], *flags) == 0
     for (n, after), (_, before) in zip(watch.n_updates[1:], watch.n_updates, strict=False):
         assert after - before in ((0,) if n < 80 else (0, 1))
     assert watch.n_updates[-1][1] > 5
