@@ -75,7 +75,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # keeps the policy open as long as a task without a reward in sight needs it, and no longer.
     "vector": {
         "total_steps": 1_000_000,
-        "learning_rate": 3e-4,
+        "t_max": 20,
         "entropy_coef": 0.02,
         "anneal_entropy": True,
         "rms_eps": 1e-5,
@@ -90,8 +90,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "continuous": {
         "total_steps": 1_000_000,
         "t_max": 20,
-        "learning_rate": 3e-4,
-        "gamma": 0.95,
+        "gamma": 0.98,
         "entropy_coef": 1e-4,
         "value_coef": 1.0,
         "rms_eps": 4e-5,

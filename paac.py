@@ -74,7 +74,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     # keeps the policy open as long as a task without a reward in sight needs it, and no longer.
     "vector": {
         "total_steps": 1_000_000,
-        "n_envs": 16,
+        "n_envs": 8,
+        "t_max": 10,
         "learning_rate": 3e-3,
         "entropy_coef": 0.02,
         "anneal_entropy": True,
@@ -84,9 +85,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     # makes each weight's step about α. Found on Pendulum, HalfCheetah and Hopper.
     "continuous": {
         "total_steps": 1_000_000,
-        "n_envs": 16,
-        "t_max": 20,
-        "learning_rate": 3e-3,
+        "n_envs": 4,
+        "t_max": 10,
+        "learning_rate": 2e-3,
+        "gamma": 0.98,
         "entropy_coef": 1e-4,
         "value_coef": 1.0,
         "rms_eps": 1e-5,
