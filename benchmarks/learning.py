@@ -27,31 +27,19 @@ from benchmarks.results import BOX, SMALL, file_name
 from common.processes import n_cores
 
 ROOT = Path(__file__).resolve().parent.parent
-Q_LEARNERS = ("async_q", "nstep_q", "sarsa")
-HOGWILD = ("a3c", *Q_LEARNERS)
+HOGWILD = ("a3c", "async_q", "nstep_q", "sarsa")
 TRAINERS = ("paac", *HOGWILD, "ppo_batch", "apex")
 PONG = "PongNoFrameskip-v4"
-CATCH = "benchmarks.tasks:Catch-v0"
 GAMES = ("Amidar", "BeamRider", "Boxing", "Breakout", "Centipede", "MsPacman", "NameThisGame")
 GAMES = [
     f"{game}NoFrameskip-v4" for game in (*GAMES, "Qbert", "Seaquest", "SpaceInvaders", "UpNDown")
 ]
 MUJOCO = [f"{task}-v5" for task in ("HalfCheetah", "Hopper", "Walker2d", "Swimmer", "Reacher")]
 
-# Constants for few cores and steps, where the trainer's own are for many.
-CATCH_Q = "--learning-rate 0.005 --epsilon-steps 50_000 --target-interval 2_000"
-CONSTANTS = {
-    ("a3c", "benchmarks.tasks:Memory-v0"): "--lstm",
-    ("a3c", CATCH): "--learning-rate 0.005",
-    ("async_q", CATCH): CATCH_Q,
-    ("nstep_q", CATCH): CATCH_Q,
-    ("sarsa", CATCH): CATCH_Q,
-}
-
 
 @dataclass
 class Args:
-    suite: tyro.conf.Positional[Literal["small", "pixels", "mujoco", "pong", "atari"]]
+    suite: tyro.conf.Positional[Literal["small", "mujoco", "pong", "atari"]]
     """what to run"""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """runs of each task"""
@@ -75,8 +63,6 @@ def tasks(suite: str) -> list[tuple[str, str, int | None]]:
             if (task not in BOX or name in ("paac", "a3c", "ppo_batch"))
             and ("Memory" not in task or name == "a3c")
         ]
-    if suite == "pixels":
-        return [(name, CATCH, 100_000) for name in (*HOGWILD, "ppo_batch")]
     if suite == "mujoco":
         return [(name, task, 2_000_000) for task in MUJOCO for name in ("ppo_batch", "a3c", "paac")]
     if suite == "pong":
@@ -93,8 +79,9 @@ def command(run_dir: Path, trainer: str, env_id: str, steps: int | None, seed: i
     if trainer in ("paac", "ppo_batch") and steps:
         flags += ["--n-workers", "0"]
     flags += ["--eval-episodes", "100"] if env_id in (*MUJOCO, "FrozenLake-v1") else []
+    flags += ["--lstm"] if "Memory" in env_id else []
     task = ["--env-id", env_id, "--seed", str(seed), "--run-dir", str(run_dir)]
-    return [*script, *task, *flags, *CONSTANTS.get((trainer, env_id), "").split()]
+    return [*script, *task, *flags]
 
 
 def main() -> None:

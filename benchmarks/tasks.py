@@ -4,7 +4,7 @@
 
 | id | best | at random | episode |
 |---|---|---|---|
-| Catch-v0, CatchCells-v0 | 1 | -0.4 | a falling ball is to be caught, seen in pixels or in cells |
+| CatchCells-v0 | 1 | -0.4 | a falling ball is to be caught |
 | Corridor-v0 | 1 | 0.4 | ten cells in a row, a reward in the last one, 50 steps at most |
 | Memory-v0 | 1 | 0 | a sign shown once is to be named eight steps later |
 | CartPole0.01-v1, CartPole100-v1 | 5, 50,000 | 0.2, 2,200 | CartPole-v1 with other rewards |
@@ -12,13 +12,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-CELLS, PIXELS = 12, 7  # 12 x 7 = 84
+CELLS = 12  # rows and columns of Catch
 
 Step = tuple[Any, float, bool, bool, dict[str, Any]]
 
@@ -28,44 +28,25 @@ class Catch(gym.Env):
 
     The last of 11 steps earns 1 where the ball meets the paddle, else -1. The idea is that of Mnih
     et al. 2014 (Recurrent Models of Visual Attention).
-
-    Args: pixels: observations are pictures, (84, 84) uint8, else cells, (144,) float32.
     """
 
-    metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 10}
-
-    def __init__(self, pixels: bool = True, render_mode: str | None = None) -> None:
-        self.pixels, self.render_mode = pixels, render_mode
-        if pixels:
-            self.observation_space = spaces.Box(0, 255, (CELLS * PIXELS, CELLS * PIXELS), np.uint8)
-        else:
-            self.observation_space = spaces.Box(0, 1, (CELLS * CELLS,), np.float32)
-        self.action_space = spaces.Discrete(3)
-        self.row, self.ball, self.paddle = 0, 0, CELLS // 2  # the paddle's middle
+    observation_space = spaces.Box(0, 1, (CELLS, CELLS), np.float32)
+    action_space = spaces.Discrete(3)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Any, dict]:
         super().reset(seed=seed)
         self.row, self.ball, self.paddle = 0, int(self.np_random.integers(CELLS)), CELLS // 2
-        return self._observation(), {}
+        return self._cells(), {}
 
     def step(self, action: int) -> Step:
-        self.paddle = min(max(self.paddle + int(action) - 1, 1), CELLS - 2)
+        self.paddle = min(max(self.paddle + int(action) - 1, 1), CELLS - 2)  # its middle
         self.row += 1
         ended = self.row == CELLS - 1
         reward = (1.0 if abs(self.ball - self.paddle) <= 1 else -1.0) if ended else 0.0
-        return self._observation(), reward, ended, False, {}
-
-    def render(self) -> np.ndarray:
-        return np.repeat(self._picture()[..., None], 3, axis=2)
-
-    def _observation(self) -> np.ndarray:
-        return self._picture() if self.pixels else self._cells().ravel().astype(np.float32)
-
-    def _picture(self) -> np.ndarray:
-        return (255 * self._cells()).repeat(PIXELS, axis=0).repeat(PIXELS, axis=1)
+        return self._cells(), reward, ended, False, {}
 
     def _cells(self) -> np.ndarray:
-        cells = np.zeros((CELLS, CELLS), np.uint8)
+        cells = np.zeros((CELLS, CELLS), np.float32)
         cells[self.row, self.ball] = 1
         cells[-1, self.paddle - 1 : self.paddle + 2] = 1
         return cells
@@ -111,8 +92,7 @@ def cart_pole(factor: float, render_mode: str | None = None) -> gym.Env:
     return gym.wrappers.TransformReward(env, lambda reward: factor * reward)
 
 
-gym.register("Catch-v0", Catch)
-gym.register("CatchCells-v0", Catch, kwargs={"pixels": False})
+gym.register("CatchCells-v0", Catch)
 gym.register("Corridor-v0", Corridor, max_episode_steps=50)
 gym.register("Memory-v0", Memory)
 gym.register("CartPole0.01-v1", cart_pole, kwargs={"factor": 0.01})
