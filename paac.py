@@ -82,7 +82,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rms_eps": 1e-5,
     },
     # Box actions, ours but for the weight of the entropy (Mnih et al. 2016, sec. 9). So small an ε
-    # makes each weight's step about α. Found on Pendulum, HalfCheetah and Hopper.
+    # makes each weight's step about α. Found on Pendulum and Reacher.
     "continuous": {
         "total_steps": 1_000_000,
         "n_envs": 4,
