@@ -72,11 +72,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Atari on few cores, ours.
     "short": {"total_steps": 10_000_000, "t_max": 20, "learning_rate": 3e-4, "rms_eps": 1e-5},
     # Vectors, ours. With a small ε each weight's step is about α, whatever the size of gradients. β
-    # keeps the policy open as long as a task without a reward in sight needs it, and no longer.
+    # keeps the policy open for half of training, and leaves α, which falls, the rest to sharpen it.
     "vector": {
         "total_steps": 1_000_000,
         "t_max": 20,
-        "entropy_coef": 0.02,
+        "entropy_coef": 0.03,
         "anneal_entropy": True,
         "rms_eps": 1e-5,
     },
@@ -125,7 +125,7 @@ class Args(RunArgs):
     entropy_coef: float = 0.01
     """β, weight of the entropy"""
     anneal_entropy: bool = False
-    """β falls to zero over total_steps"""
+    """β falls to zero over the first half of total_steps"""
     value_coef: float = 0.25
     """weight of the squared value error"""
     max_grad_norm: float = 40.0
@@ -400,7 +400,7 @@ def actor_learner(
             )
             entropy_coef = args.entropy_coef
             if args.anneal_entropy:
-                entropy_coef = linear_decay(entropy_coef, T, args.total_steps)
+                entropy_coef = linear_decay(entropy_coef, 2 * T, args.total_steps)
             loss, policy_loss, value_loss = a3c_loss(
                 log_probs, entropies, values[:, 0], returns, entropy_coef, args.value_coef
             )

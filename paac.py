@@ -71,13 +71,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Atari on few cores, ours: 95 % of Breakout's squared gradients lie below 3e-8.
     "short": {"total_steps": 10_000_000, "learning_rate": 7e-4, "rms_eps": 1e-10},
     # Vectors, ours. With a small ε each weight's step is about α, whatever the size of gradients. β
-    # keeps the policy open as long as a task without a reward in sight needs it, and no longer.
+    # keeps the policy open for half of training, and leaves α, which falls, the rest to sharpen it.
     "vector": {
         "total_steps": 1_000_000,
         "n_envs": 8,
         "t_max": 10,
         "learning_rate": 3e-3,
-        "entropy_coef": 0.02,
+        "entropy_coef": 0.03,
         "anneal_entropy": True,
         "rms_eps": 1e-5,
     },
@@ -125,7 +125,7 @@ class Args(RunArgs):
     entropy_coef: float = 0.01
     """β, weight of the entropy"""
     anneal_entropy: bool = False
-    """β falls to zero over total_steps"""
+    """β falls to zero over the first half of total_steps"""
     value_coef: float = 0.25
     """weight of the squared value error"""
     max_grad_norm: float = 40.0
@@ -341,7 +341,7 @@ def train(
             returns = n_step_returns(r, ends, final_values, bootstrap, args.gamma)  # l. 13-15
             entropy_coef = args.entropy_coef
             if args.anneal_entropy:
-                entropy_coef = linear_decay(entropy_coef, step, args.total_steps)
+                entropy_coef = linear_decay(entropy_coef, 2 * step, args.total_steps)
             log_probs, entropies = model.log_prob_and_entropy(
                 torch.stack(outputs), torch.stack(actions)
             )

@@ -494,7 +494,7 @@ def slow_a3c(slow, walk, calls):
             else:
                 log_prob = Categorical(logits=output).log_prob(action)
                 entropy = Categorical(logits=output).entropy()
-            entropy_coef = a.entropy_coef * (1 - min(T / a.total_steps, 1) * a.anneal_entropy)
+            entropy_coef = a.entropy_coef * (1 - min(2 * T / a.total_steps, 1) * a.anneal_entropy)
             loss = loss - log_prob * (R - value.item()) - entropy_coef * entropy
             loss = loss + a.value_coef * (R - value) ** 2
         observations = [np.asarray(obs, np.float64) for obs in walk.obs[first:k]]

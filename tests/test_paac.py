@@ -393,7 +393,9 @@ class SlowPaac(SlowAgent):
         """The update after steps `first` to first + t_max; what is to be logged of it."""
         a, n_e, end = self.args, len(walks), first + self.args.t_max
         policy_gain, squared_error, entropies, seen = 0, 0, [], []
-        entropy_coef = a.entropy_coef * (1 - self.step / a.total_steps * a.anneal_entropy)
+        entropy_coef = a.entropy_coef * (
+            1 - min(2 * self.step / a.total_steps, 1) * a.anneal_entropy
+        )
         for walk in walks:
             rewards = self.learned_rewards(walk, walks, end)
             bootstrap = self.value(walk["obs"][end])
