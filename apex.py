@@ -194,19 +194,16 @@ class QNetwork(nn.Module):
     """Q(s, ·; θ), dueling: V(s) and the advantages A(s, ·) share a trunk (Wang et al. 2016)."""
 
     def __init__(
-        self,
-        observation_space: spaces.Box,
-        action_space: spaces.Discrete,
-        arch: str,
-        bfloat16: bool = False,
+        self, observation_space: spaces.Box, action_space: spaces.Discrete, bfloat16: bool = False
     ) -> None:
         super().__init__()
         self.bfloat16 = bfloat16
-        self.norm = make_norm(observation_space) if arch == "mlp" else None
-        if arch == "nature":  # (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7
+        self.norm = None
+        if len(observation_space.shape) == 3:  # (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7
             layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1), nn.Flatten()]
             n_features, n_hidden = 3136, 512
         else:  # (n, d) → 256
+            self.norm = make_norm(observation_space)
             layers = [nn.Linear(observation_space.shape[0], 256), nn.ReLU(inplace=True)]
             n_features = n_hidden = 256
         self.trunk = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster
@@ -236,9 +233,9 @@ class QNetwork(nn.Module):
 # --- mathematics
 
 
-def epsilon_of(epsilon: float, alpha: float, index: int, n: int) -> float:
-    """ε_i = ε^(1 + α i/(N-1)) of environment i of N, a constant (sec. 4.1); ε where N is 1."""
-    return epsilon ** (1 + alpha * index / max(n - 1, 1))
+def epsilons_of(epsilon: float, alpha: float, indices: Tensor, n: int) -> Tensor:
+    """ε_i = ε^(1 + α i/(N-1)) of environments i of N, constants (sec. 4.1); ε where N is 1."""
+    return epsilon ** (1 + alpha * indices / max(n - 1, 1))
 
 
 def epsilon_greedy(q_values: Tensor, epsilon: float | Tensor) -> Tensor:
@@ -502,13 +499,9 @@ def actor(index: int, args: Args, first_step: int, fetch: Callable) -> Iterator[
     envs = RecordEpisodeStatistics(make_vec_env(args.env_id, n, 0, args.env_kwargs))
     with contextlib.closing(envs):
         reward_scale = RewardScale(args, size=10.0)
-        buffers = [LocalBuffer(index * n + i, args, reward_scale) for i in range(n)]
-        epsilons = torch.tensor(
-            [
-                epsilon_of(args.epsilon, args.epsilon_alpha, buffer.env, args.n_actors * n)
-                for buffer in buffers
-            ]
-        )
+        indices = index * n + torch.arange(n)  # among all environments
+        buffers = [LocalBuffer(i, args, reward_scale) for i in indices.tolist()]
+        epsilons = epsilons_of(args.epsilon, args.epsilon_alpha, indices, args.n_actors * n)
         obs, _ = envs.reset(seed=env_seed(args.seed, first_step, index, 1))
         n_earlier = np.zeros(n, np.int64)
         newest = np.s_[..., -1, :, :] if obs.ndim == 4 else ...  # of the frames in a stack
@@ -742,12 +735,11 @@ def main(argv: list[str] | None = None) -> int:
         make_actors = connect(args, actor)
     if args.n_actors is None:
         args.n_actors = max(1, n_cores() - 1 if device.type == "cuda" else n_cores() // 2)
-    arch = "nature" if len(observations.shape) == 3 else "mlp"
-    if arch == "mlp":
+    if len(observations.shape) == 1:
         torch.set_num_threads(1)  # two threads are twice as slow for so small a network
 
     torch.manual_seed(args.seed)
-    model = QNetwork(observations, actions, arch, args.bfloat16 == "on").to(device)  # θ
+    model = QNetwork(observations, actions, args.bfloat16 == "on").to(device)  # θ
     target_model = copy.deepcopy(model)  # θ⁻
     optimizer = CentredRMSProp(model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps)
     reward_scale = RewardScale(args, size=10.0)

@@ -71,7 +71,7 @@ def ray() -> None:
     from common.cluster import connect
 
     observations, actions = env_spaces(PONG)
-    model = apex.QNetwork(observations, actions, "nature")
+    model = apex.QNetwork(observations, actions)
     n_actors = max(1, (os.cpu_count() or 1) // 2)
     args = apex.Args(n_actors=n_actors, capacity=50_000, ray="local")
     replay = apex.Replay(observations, args, torch.device("cpu"), 0)

@@ -42,7 +42,6 @@ from common.processes import check, n_cores, start, stop
 AWAKE = 0.001
 
 EnvFns = Sequence[Callable[[], gym.Env]]
-Spaces = tuple[gym.Space, gym.Space]  # of observations and of actions
 
 
 class VecEnv(VectorEnv):
@@ -54,25 +53,19 @@ class VecEnv(VectorEnv):
 
     Args:
         env_fns: one function per environment, which makes it.
-        n_workers: processes that share the environments; 0 steps all of them in this process.
-        env_spaces: those of each environment. None: with workers, one more environment is made
-            to ask for them.
+        n_workers: processes that share the environments; 0 steps all of them in this process. With
+            workers, one more environment is made here, to ask for its spaces.
 
     Raises: WorkerError: a worker has failed; here and in every call.
     """
 
-    def __init__(
-        self, env_fns: EnvFns, n_workers: int = 0, env_spaces: Spaces | None = None
-    ) -> None:
-        self._share = Share(env_fns) if n_workers == 0 else None
-        if self._share:
-            env_spaces = spaces_of(self._share.envs[0])
-        elif env_spaces is None:
-            with contextlib.closing(env_fns[0]()) as env:
-                env_spaces = spaces_of(env)
-        self.single_observation_space, self.single_action_space = obs_space, action_space = (
-            env_spaces
-        )
+    def __init__(self, env_fns: EnvFns, n_workers: int = 0) -> None:
+        share = Share(env_fns[:1] if n_workers else env_fns)
+        self._share = None if n_workers else share
+        self.single_observation_space = obs_space = share.envs[0].observation_space
+        self.single_action_space = action_space = share.envs[0].action_space
+        if n_workers:
+            share.close()
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
         self.num_envs = n = len(env_fns)
         self.observation_space = batch_space(obs_space, n)
@@ -276,7 +269,7 @@ def make_vec_env(env_id: str, n_envs: int, n_workers: int, env_kwargs: str = "{}
     if is_atari(spec):
         return make_atari_vec_env(spec, n_envs, max(n_workers, 1), kwargs)
     env_fns = [functools.partial(make_env, env_id, kwargs)] * n_envs
-    envs = VecEnv(env_fns, n_workers, env_spaces(env_id, env_kwargs) if n_workers else None)
+    envs = VecEnv(env_fns, n_workers)
     space = envs.single_action_space
     if isinstance(space, spaces.Discrete) and space.start == 0:
         return envs
@@ -284,14 +277,10 @@ def make_vec_env(env_id: str, n_envs: int, n_workers: int, env_kwargs: str = "{}
 
 
 @functools.cache
-def env_spaces(env_id: str, env_kwargs: str = "{}") -> Spaces:
+def env_spaces(env_id: str, env_kwargs: str = "{}") -> tuple[gym.Space, gym.Space]:
     """Observations and actions of an environment, which is made and closed for them, once."""
     with contextlib.closing(make_env(env_id, json.loads(env_kwargs))) as env:
-        return spaces_of(env)
-
-
-def spaces_of(env: gym.Env) -> Spaces:
-    return env.observation_space, env.action_space
+        return env.observation_space, env.action_space
 
 
 def env_actions(actions: np.ndarray, space: gym.Space) -> np.ndarray:

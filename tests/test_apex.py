@@ -20,6 +20,7 @@ from gymnasium import spaces
 
 import apex
 
+IMAGE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
 SMALL_IMAGE = spaces.Box(0, 255, (4, 3, 2), np.uint8)  # the memory takes frames of any size
 VECTOR = spaces.Box(-10, 10, (3,), np.float32)
 KINDS = "terminated", "truncated"
@@ -272,7 +273,7 @@ def test_actor_against_whole_episodes(image, epsilon):
     args.env_kwargs, args.fetch_interval = json.dumps({"image": image}), 7
     args.capacity, args.batch_size = 1000, 100
     n_steps = 60 if image else 200
-    space = spaces.Box(0, 255, (4, 84, 84), np.uint8) if image else VECTOR
+    space = IMAGE if image else VECTOR
     replay, slow = apex.Replay(space, args, torch.device("cpu"), 0), SlowReplay(args, space)
     sent = run_actor(1, args, n_steps)
     assert len(sent) == 2
@@ -318,8 +319,8 @@ def test_actor_against_whole_episodes(image, epsilon):
 def test_epsilons(monkeypatch):
     """Those of spec.md, and the second of two actors has the smaller ones."""
     expected = [0.4, 0.16, 0.064, 0.0256, 0.01024, 0.004096, 0.0016384, 0.00065536]
-    assert [apex.epsilon_of(0.4, 7.0, i, 8) for i in range(8)] == pytest.approx(expected)
-    assert apex.epsilon_of(0.4, 7.0, 0, 1) == 0.4
+    assert apex.epsilons_of(0.4, 7.0, torch.arange(8), 8).tolist() == pytest.approx(expected)
+    assert apex.epsilons_of(0.4, 7.0, torch.arange(1), 1).tolist() == pytest.approx([0.4])
     seen, act = [], apex.epsilon_greedy
     monkeypatch.setattr(apex, "epsilon_greedy", lambda q, e: seen.append(e) or act(q, e))
     run_actor(1, make_args(env_id=WALK, n_actors=2, envs_per_actor=4), 3)
@@ -370,9 +371,9 @@ def test_rmsprop_against_a_slow_loop():
     assert p.isfinite().all()
 
 
-def network(arch="mlp", n_actions=3, seed=0):
+def network(space=VECTOR, n_actions=3, seed=0):
     torch.manual_seed(seed)
-    return apex.QNetwork(VECTOR, spaces.Discrete(n_actions), arch)
+    return apex.QNetwork(space, spaces.Discrete(n_actions))
 
 
 def same(a, b):
@@ -404,13 +405,13 @@ def slow_q(params, obs):
     return value[0] + advantages - sum(advantages) / len(advantages)
 
 
-@pytest.mark.parametrize("arch", ["nature", "mlp"])
-def test_dueling_network_and_its_gradient(arch):
-    if arch == "nature":
+@pytest.mark.parametrize("space", [IMAGE, VECTOR], ids=["images", "vectors"])
+def test_dueling_network_and_its_gradient(space):
+    if space is IMAGE:
         for n_actions, size in {4: 3_292_837, 6: 3_293_863, 18: 3_300_019}.items():
-            assert sum(p.numel() for p in network(arch, n_actions).parameters()) == size
-    model = network(arch)
-    obs = torch.rand(3, 4, 84, 84).mul(255).byte() if arch == "nature" else torch.randn(3, 3)
+            assert sum(p.numel() for p in network(space, n_actions).parameters()) == size
+    model = network(space)
+    obs = torch.rand(3, 4, 84, 84).mul(255).byte() if space is IMAGE else torch.randn(3, 3)
     params = doubled(model)
     expected = torch.stack([slow_q(params, x) for x in obs])
     q_values = model(obs)

@@ -40,7 +40,7 @@ def test_chunks_are_those_of_pipes():
     args = dataclasses.replace(apex.Args(**apex.PRESETS["vector"]), **SMALL, ray="local")
     args.env_id = "CartPole-v1"
     torch.manual_seed(0)
-    model = apex.QNetwork(gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(2), "mlp")
+    model = apex.QNetwork(gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(2))
     pipes = chunks_of(apex.Actors, args, model)
     for ours, theirs in zip(chunks_of(connect(args, apex.actor), args, model), pipes, strict=True):
         for x, y in zip(ours, theirs, strict=True):

@@ -51,7 +51,8 @@ def test_learns_what_pays_later(name, tmp_path, monkeypatch):
     if name in ("async_q", "nstep_q", "sarsa", "apex"):
         assert mean == 1  # greedily
         trainer = importlib.import_module(name)
-        network = trainer.QNetwork(spaces.Box(0, 1, (6,)), spaces.Discrete(2), "mlp")
+        arch = [] if name == "apex" else ["mlp"]
+        network = trainer.QNetwork(spaces.Box(0, 1, (6,)), spaces.Discrete(2), *arch)
         network.load_state_dict(checkpoint(tmp_path)["model"])
         # Q*(s, right) = γ^(4 - s), Q*(s, left) = γ Q*(s - 1, right), but for the left end
         optimal = torch.tensor([[0.2, 0.729], [0.6561, 0.81], [0.729, 0.9], [0.81, 1.0]])
