@@ -148,7 +148,7 @@ def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[
 class Trunk(nn.Module):
     """Observations → features: convolutions or one hidden layer, then an LSTM with --lstm."""
 
-    def __init__(self, observation_space: spaces.Box, arch: str, lstm: bool) -> None:
+    def __init__(self, observation_space: spaces.Box, arch: str, lstm: bool, box: bool) -> None:
         super().__init__()
         if arch == "nips":  # (n, 4, 84, 84) → 16x20x20 → 32x9x9 → 256
             layers = [*conv(4, 16, 8, 4), *conv(16, 32, 4, 2)]
@@ -156,8 +156,9 @@ class Trunk(nn.Module):
         elif arch == "nature":  # (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7 → 512
             layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1)]
             layers += [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(inplace=True)]
-        else:  # sec. 9: (n, d) → 200
-            layers = [nn.Linear(observation_space.shape[0], 200), nn.ReLU(inplace=True)]
+        else:  # (n, d) → 200: ReLU for Box actions (sec. 9), tanh, ours, for Discrete ones
+            activation = nn.ReLU(inplace=True) if box else nn.Tanh()
+            layers = [nn.Linear(observation_space.shape[0], 200), activation]
         self.layers = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster
         self.size = layers[-2].out_features
         self.lstm = None
@@ -198,7 +199,7 @@ class ActorCritic(nn.Module):
         self.discrete = isinstance(action_space, spaces.Discrete)
         n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape) + 1
         n_trunks = 1 if self.discrete else 2
-        trunks = [Trunk(observation_space, arch, lstm) for _ in range(n_trunks)]
+        trunks = [Trunk(observation_space, arch, lstm, not self.discrete) for _ in range(n_trunks)]
         self.trunks = nn.ModuleList(trunks)
         self.policy = nn.Linear(trunks[0].size, n_outputs)
         self.value = nn.Linear(trunks[0].size, 1)
