@@ -313,7 +313,7 @@ def slow_actor_critic(params, obs, states):
     box = "trunks.1.layers.0.weight" in params
     for j in range(2 if box else 1):
         x = linear(params, f"trunks.{j}.layers.0", normal(params, obs))
-        x = x.clamp(min=0) if box else x.tanh()
+        x = x.clamp(min=0) if box else torch.where(x > 0, x, x.exp() - 1)
         lstm = {name[-9:]: p for name, p in params.items() if name.startswith(f"trunks.{j}.lstm")}
         if lstm:
             h, c = states[j]
