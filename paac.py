@@ -309,12 +309,15 @@ def train(
     step = run.step
     with contextlib.closing(envs):
         obs = to_device(envs.reset(seed=env_seed(args.seed, step) + RANK * n_envs)[0], device)
+        forward = [model] * (args.t_max + 1)
+        if device.type == "cuda":  # a graph for each t, as all forward passes are kept
+            forward = [cuda_graph(model, obs) for _ in forward]
         while step < args.total_steps and not run.stopped:  # l. 3, 20
             observations, outputs, values, actions = [], [], [], []
             final_values.zero_()
             for t in range(args.t_max):  # l. 4
                 # θ does not change within a rollout: this forward pass serves the backward pass too
-                output, value = model(obs)  # l. 6
+                output, value = forward[t](obs)  # l. 6
                 with torch.no_grad():
                     action = model.sample(output)  # l. 5
                 observations.append(obs)
@@ -335,7 +338,7 @@ def train(
                 for i in np.flatnonzero(dones[t]):
                     run.log_episode(info["episode"]["r"][i], info["episode"]["l"][i])
             with torch.no_grad():
-                bootstrap = model(obs)[1]  # l. 12
+                bootstrap = forward[-1](obs)[1]  # l. 12
             reward_scale.update()
             r, ends = to_device(reward_scale(rewards), device), to_device(dones, device)
             returns = n_step_returns(r, ends, final_values, bootstrap, args.gamma)  # l. 13-15
@@ -374,6 +377,16 @@ def train(
                 grad_norm=grad_norm,
                 learning_rate=lr,
             )
+
+
+def cuda_graph(model: nn.Module, obs: Tensor) -> nn.Module:
+    """`model` for observations like these, whose kernels CUDA launches as one.
+
+    The outputs of a call, and what it keeps for the backward pass, last until the next one.
+    """
+    forward = nn.Sequential(model)  # the model itself remains as it is
+    with torch.cuda.device(obs.device):
+        return torch.cuda.make_graphed_callables(forward, (obs.clone(),), allow_unused_input=True)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

@@ -342,6 +342,7 @@ def flatten(model: nn.Module) -> Tensor:
 
 def update(
     model: ActorCritic,
+    forward: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: list[Tensor],
     clip_coef: float,
@@ -349,14 +350,16 @@ def update(
 ) -> dict[str, Tensor]:
     """Optimise L with K epochs over the batch, and return what the last minibatch has to log.
 
-    Args: batch: observations, actions, log π(a|s; θ_old), Â and R, (N·T, ...) each.
+    Args:
+        forward: the model's forward pass of a minibatch.
+        batch: observations, actions, log π(a|s; θ_old), Â and R, (N·T, ...) each.
     """
     (theta,) = optimizer.param_groups[0]["params"]  # see `flatten`
     n, device = len(batch[0]), batch[0].device
     size = args.minibatch_size // N_RANKS
     for indices in minibatches(n, size, args.update_epochs, device):
         obs, actions, old_log_probs, advantages, returns = (x[indices] for x in batch)
-        outputs, values = model(obs)
+        outputs, values = forward(obs)
         log_probs, entropies = model.log_prob_and_entropy(outputs, actions)
         log_ratios = log_probs - old_log_probs
         loss, policy_loss, value_loss = ppo_loss(
@@ -407,12 +410,17 @@ def train(
     step = run.step
     with contextlib.closing(envs):
         obs = to_device(envs.reset(seed=env_seed(args.seed, step) + RANK * n_envs)[0], device)
+        act = learn = model
+        if device.type == "cuda":
+            act = cuda_graph(model, obs)
+            minibatch = obs.new_zeros(args.minibatch_size // N_RANKS, *obs.shape[1:])
+            learn = cuda_graph(model, minibatch)
         while step < args.total_steps and not run.stopped:  # iterations
             observations, outputs, values, actions = [], [], [], []
             final_values.zero_()
             for t in range(t_max):  # run π in all N environments for T steps
                 with torch.no_grad():
-                    output, value = model(obs)
+                    output, value = (x.clone() for x in act(obs))
                     action = model.sample(output)
                 observations.append(obs)
                 outputs.append(output)
@@ -431,7 +439,7 @@ def train(
                 for i in np.flatnonzero(dones[t]):
                     run.log_episode(info["episode"]["r"][i], info["episode"]["l"][i])
             with torch.no_grad():
-                bootstrap = model(obs)[1]  # unfinished episodes go on in the next batch
+                bootstrap = act(obs)[1]  # unfinished episodes go on in the next batch
                 actions, values = torch.stack(actions), torch.stack(values)
                 log_probs, _ = model.log_prob_and_entropy(torch.stack(outputs), actions)
             reward_scale.update()
@@ -457,8 +465,18 @@ def train(
             step += args.n_envs * t_max
             data = actions, log_probs, advantages, returns
             batch = [observations, *(x.flatten(0, 1) for x in data)]
-            losses = update(model, optimizer, batch, clip_coef, args)  # K epochs
+            losses = update(model, learn, optimizer, batch, clip_coef, args)  # K epochs
             run.log_update(step, **losses, learning_rate=lr)
+
+
+def cuda_graph(model: nn.Module, obs: Tensor) -> nn.Module:
+    """`model` for observations like these, whose kernels CUDA launches as one.
+
+    The outputs of a call, and what it keeps for the backward pass, last until the next one.
+    """
+    forward = nn.Sequential(model)  # the model itself remains as it is
+    with torch.cuda.device(obs.device):
+        return torch.cuda.make_graphed_callables(forward, (obs.clone(),), allow_unused_input=True)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
