@@ -4,7 +4,7 @@ Hogwild: every process plays its own environment with a snapshot θ′ of the sh
 up to t_max steps or to the end of the episode, and then applies its gradient to θ without a lock
 (Algorithm S3):
 
-    R_i = r_i + γ R_{i+1},    R = 0 after the episode's last step, else V(s_t; θ′)
+    R_i = r_i + γ R_{i+1},    R = 0 after a termination, else V(s_t; θ′)
     L = Σ_i [ -log π(a_i|s_i; θ′) (R_i - v_i) - β H(π(s_i; θ′)) + 0.25 (R_i - V(s_i; θ′))² ]
     d = ∇L with v_i = V(s_i; θ′) held constant, scaled to a norm of at most 40
     g ← 0.99 g + 0.01 d²,    θ ← θ - α d / √(g + ε),    α = 0.0007 (1 - T / T_max)     (eq. S2, S3)

@@ -47,9 +47,9 @@ Departures:
   `--ray`, what it acts on for 100 steps is the θ of 100 steps earlier.
 - `--replay-ratio` holds actors and learner to a ratio; in the paper both run free, at about 0.78.
 - 50 million steps are 200 million frames; the paper has 22.8 billion.
-- The paper has no vectors: the MLP, the normalisation of observations and of rewards (see
-  common/norm.py), `--anneal-lr` and the presets but for `atari` are ours. Returns of n steps are
-  divided by σ, not clipped; initial priorities have the σ of the actor's own environments.
+- The paper has no vectors: the MLP, the normalisation of observations and of rewards (to returns of
+  size 10, see common/norm.py), `--anneal-lr` and the presets but for `atari` are ours. Returns of n
+  steps are divided by σ, not clipped; initial priorities have the σ of the actor's own environments.
 - For images the convolutions run in bfloat16 on CPUs that have AVX512_BF16 (`--bfloat16 off`), and
   convolutions on CUDA are TF32; everything else is float32.
 

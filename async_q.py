@@ -4,7 +4,7 @@ Hogwild: every process acts ε-greedily in its own environment, by the shared pa
 are at that moment; it has no snapshot. After every 5 steps, and where an episode ends, it takes the
 gradient of the errors of these steps at the current θ and applies it to θ without a lock:
 
-    y = r + γ max_a' Q(s', a'; θ⁻),    y = r after the episode's last step
+    y = r + γ max_a' Q(s', a'; θ⁻),    y = r after a termination
     L = Σ (y - Q(s, a; θ))²    over I_AsyncUpdate = 5 steps of the process
     d = ∇L, scaled to a norm of at most 40
     g ← 0.99 g + 0.01 d²,    θ ← θ - α d / √(g + ε),    α = 0.0007 (1 - T / T_max)     (eq. S2, S3)
@@ -33,8 +33,8 @@ Departures:
 - A time limit does not cut the return: it bootstraps from the final observation.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
 - One process a core, where the paper has 16.
-- The paper has no vectors: the MLP, the normalisation of observations and of rewards (see
-  common/norm.py) and the presets but for `atari` are ours.
+- The paper has no vectors: the MLP, the normalisation of observations and of rewards (to returns
+  of size 10, see common/norm.py) and the presets but for `atari` are ours.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Hogwild: every process acts ε-greedily in its own environment with a snapshot �
 parameters θ, for up to t_max steps or to the end of the episode, and then applies its gradient to θ
 without a lock:
 
-    R_i = r_i + γ R_{i+1},    R = 0 after the episode's last step, else max_a Q(s_t, a; θ⁻)
+    R_i = r_i + γ R_{i+1},    R = 0 after a termination, else max_a Q(s_t, a; θ⁻)
     L = Σ_i (R_i - Q(s_i, a_i; θ′))²
     d = ∇L, scaled to a norm of at most 40
     g ← 0.99 g + 0.01 d²,    θ ← θ - α d / √(g + ε),    α = 0.0007 (1 - T / T_max)     (eq. S2, S3)

@@ -420,7 +420,7 @@ def train(
             final_values.zero_()
             for t in range(t_max):  # run π in all N environments for T steps
                 with torch.no_grad():
-                    output, value = (x.clone() for x in act(obs))
+                    output, value = (x.clone() for x in act(obs))  # `act` may reuse its memory
                     action = model.sample(output)
                 observations.append(obs)
                 outputs.append(output)

@@ -244,7 +244,7 @@ def make_env(env_id: str, env_kwargs: dict, render_mode: str | None = None) -> g
     for needed in (space, env.action_space):
         if not isinstance(needed, spaces.Box | spaces.Discrete):
             env.close()
-            raise ValueError(f"{env_id} has the space {needed}; a Box or Discrete is needed")
+            raise ValueError(f"{env_id}: {needed} is no Box, Discrete or Dict of one Box")
     if space.dtype == np.uint8 and (len(space.shape) == 2 or space.shape[2:] in ((1,), (3,))):
         if space.shape[2:] == (3,):
             env = gym.wrappers.GrayscaleObservation(env)
