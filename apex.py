@@ -49,7 +49,7 @@ Departures:
 - 50 million steps are 200 million frames; the paper has 22.8 billion.
 - The paper has no vectors: the MLP, the normalisation of observations and of rewards (to returns of
   size 10, see common/norm.py), `--anneal-lr` and the presets but for `atari` are ours. Returns of n
-  steps are divided by σ, not clipped; initial priorities have the σ of the actor's own environments.
+  steps are divided by σ, not clipped; initial priorities have the σ of its actor's environments.
 - For images the convolutions run in bfloat16 on CPUs that have AVX512_BF16 (`--bfloat16 off`), and
   convolutions on CUDA are TF32; everything else is float32.
 

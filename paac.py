@@ -29,7 +29,7 @@ Departures:
   in the first stack, truncation after half an hour.
 - The paper has no vectors and no continuous actions. The MLP, the normalisation of observations and
   of rewards (see common/norm.py), the Gaussian, `--anneal-entropy` and the presets `vector`,
-  `continuous` and `short` are ours. Box actions are mapped from [-1, 1] to their bounds and clipped.
+  `continuous` and `short` are ours. Box actions are mapped from [-1, 1] to their bounds.
 - For images the trunk runs in bfloat16 on CPUs that have AVX512_BF16 (`--bfloat16 off`), and
   convolutions on CUDA are TF32; everything else is float32.
 """
