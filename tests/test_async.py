@@ -308,8 +308,8 @@ def linear(params, name, x):
 
 
 def slow_q(params, obs):
-    hidden = linear(params, "layers.0", normal(params, obs)).clamp(min=0)
-    return linear(params, "layers.2", hidden)
+    x = linear(params, "layers.0", normal(params, obs))
+    return linear(params, "layers.2", torch.where(x > 0, x, x.exp() - 1))
 
 
 def slow_actor_critic(params, obs, states):
