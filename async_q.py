@@ -148,7 +148,7 @@ class QNetwork(nn.Module):
             layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1)]
             layers += [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(inplace=True)]
         else:  # (n, d) → 200
-            layers = [nn.Linear(observation_space.shape[0], 200), nn.ELU()]
+            layers = [nn.Linear(observation_space.shape[0], 200), nn.ReLU(inplace=True)]
         layers.append(nn.Linear(layers[-2].out_features, int(action_space.n)))
         self.layers = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster
 

@@ -76,7 +76,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "total_steps": 1_000_000,
         "epsilon_steps": 100_000,
         "target_interval": 200,
-        "learning_rate": 2e-3,
+        "learning_rate": 1e-3,
         "rms_eps": 1e-3,
         "eval_epsilon": 0.0,
         # with (0.1, 0.01, 0.5), two processes may both draw 0.5 and never learn CartPole
@@ -145,7 +145,7 @@ class QNetwork(nn.Module):
             layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1)]
             layers += [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(inplace=True)]
         else:  # (n, d) → 200
-            layers = [nn.Linear(observation_space.shape[0], 200), nn.ELU()]
+            layers = [nn.Linear(observation_space.shape[0], 200), nn.ReLU(inplace=True)]
         layers.append(nn.Linear(layers[-2].out_features, int(action_space.n)))
         self.layers = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster
 

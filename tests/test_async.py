@@ -307,11 +307,6 @@ def linear(params, name, x):
     return params[f"{name}.weight"] @ x + params[f"{name}.bias"]
 
 
-def slow_q(params, obs):
-    x = linear(params, "layers.0", normal(params, obs))
-    return linear(params, "layers.2", torch.where(x > 0, x, x.exp() - 1))
-
-
 def slow_actor_critic(params, obs, states):
     """One observation (d,): the outputs of π, V and the states after it, gates written out."""
     features, after = [], []
@@ -346,6 +341,11 @@ class Slow:
         self.seen, self.squares = [], []  # observations, and R² of every step
         self.statistics = {name: torch.zeros_like(p) for name, p in self.theta.items()}
         self.norms, self.updates, self.copies = [], [], []  # of updates; T of updates and copies
+
+    def q(self, params, obs):
+        x = linear(params, "layers.0", normal(params, obs))
+        hidden = x.tanh() if isinstance(self.args, sarsa.Args) else x.clamp(min=0)
+        return linear(params, "layers.2", hidden)
 
     def vectors(self):
         target = self.target if hasattr(self.args, "target_interval") else self.theta
@@ -399,7 +399,7 @@ class Slow:
 
     def apply_q(self, learned, params, T):
         """The summed squares of errors over (s, a, y)."""
-        loss = sum((y - slow_q(params, obs)[a]) ** 2 for obs, a, y in learned)
+        loss = sum((y - self.q(params, obs)[a]) ** 2 for obs, a, y in learned)
         observations = [np.asarray(obs, np.float64) for obs, _, _ in learned]
         yield from self.apply(loss, params, T, observations)
 
@@ -428,16 +428,16 @@ def slow_async_q(slow, walk, calls, on_policy=False):
     while not over:
         if kind or not on_policy:  # Sarsa has drawn its next action already, within an episode
             steps = [before, T] if on_policy else [T]
-            slow.check(next(calls), slow_q(slow.theta, walk.obs[k]), walk.actions[k], steps)
+            slow.check(next(calls), slow.q(slow.theta, walk.obs[k]), walk.actions[k], steps)
         yield "step"
         before = T
         T, over = slow.count()
         kind, next_obs = walk.kinds[k], walk.final_obs[k]
         if on_policy:
             executed = None if kind or over else walk.actions[k + 1]
-            drawn_by = slow_q(slow.theta, next_obs)
+            drawn_by = slow.q(slow.theta, next_obs)
             executed = slow.check(next(calls), drawn_by, executed, [before, T])
-        bootstrap, next_q_values = 0, slow_q(slow.target, next_obs).tolist()
+        bootstrap, next_q_values = 0, slow.q(slow.target, next_obs).tolist()
         if kind not in ("terminated", "both"):
             bootstrap = next_q_values[executed] if on_policy else max(next_q_values)
         waiting.append((walk.obs[k], walk.actions[k], slow.args.gamma * bootstrap))
@@ -456,13 +456,13 @@ def slow_nstep_q(slow, walk, calls):
     while not over:
         snapshot, first, kind = leaf(slow.theta), k, ""
         while k < first + slow.args.t_max and not kind and not over:
-            slow.check(next(calls), slow_q(snapshot, walk.obs[k]), walk.actions[k], [T])
+            slow.check(next(calls), slow.q(snapshot, walk.obs[k]), walk.actions[k], [T])
             yield "step"
             T, over = slow.count()
             kind = walk.kinds[k]
             k += 1
         terminal = kind in ("terminated", "both")
-        R = 0 if terminal else max(slow_q(slow.target, walk.final_obs[k - 1]).tolist())
+        R = 0 if terminal else max(slow.q(slow.target, walk.final_obs[k - 1]).tolist())
         returns = sums_of_rewards(slow.rewards(walk, first, k), R, slow.args.gamma)
         rows = [*zip(walk.obs[first:k], walk.actions[first:k], returns, strict=True)]
         yield from slow.apply_q(rows, snapshot, T)
