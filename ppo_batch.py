@@ -476,7 +476,7 @@ def cuda_graph(model: nn.Module, obs: Tensor) -> nn.Module:
     keeps for its backward pass, lasts until the next call.
     """
     forward = nn.Sequential(model)  # the model itself remains as it is
-    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # as it is captured
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # captured on another
     with torch.cuda.device(obs.device):
         return torch.cuda.make_graphed_callables(forward, (obs.clone(),), allow_unused_input=True)
 

@@ -149,7 +149,7 @@ class QNetwork(nn.Module):
         elif arch == "nature":  # (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7 → 512
             layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1)]
             layers += [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(inplace=True)]
-        else:  # (n, d) → 200; with ReLU it does not learn Acrobot
+        else:  # (n, d) → 200; with ReLU it seldom learns Acrobot
             layers = [nn.Linear(observation_space.shape[0], 200), nn.Tanh()]
         layers.append(nn.Linear(layers[-2].out_features, int(action_space.n)))
         self.layers = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster

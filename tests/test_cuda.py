@@ -31,5 +31,5 @@ def test_cuda_graphs_change_nothing(name, task, tmp_path):
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     trainer = importlib.import_module(sys.argv[1])
-    trainer.cuda_graph = lambda model, obs: model
+    pytest.MonkeyPatch().setattr(trainer, "cuda_graph", lambda model, obs: model)
     sys.exit(trainer.main(sys.argv[2:]))
