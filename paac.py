@@ -200,7 +200,8 @@ class ActorCritic(nn.Module):
     def sample(self, outputs: Tensor) -> Tensor:
         """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim) → (n, action_dim)."""
         if self.discrete:
-            return torch.multinomial(outputs.softmax(-1), 1).squeeze(-1)
+            # the largest π(a|s) / Exp(1) is a draw from π; torch.multinomial would wait for a GPU
+            return (outputs.softmax(-1) / torch.empty_like(outputs).exponential_()).argmax(-1)
         return outputs + self.log_std.exp() * torch.randn_like(outputs)
 
     def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:

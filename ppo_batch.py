@@ -118,7 +118,7 @@ class Args(RunArgs):
     n_envs: int = 8
     """N: environments"""
     n_workers: int | None = None
-    """threads (Atari) or processes (else; 0: none) that step them; None: 8, or fewer cores"""
+    """threads (Atari) or processes (else; 0: none) that step them; None: one for each core"""
     arch: Literal["auto", "nips", "nature", "mlp"] = "auto"
     """network; auto: nature for images, mlp for vectors"""
     bfloat16: Literal["auto", "on", "off"] = "auto"
@@ -232,7 +232,8 @@ class ActorCritic(nn.Module):
     def sample(self, outputs: Tensor) -> Tensor:
         """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim) → (n, action_dim)."""
         if self.discrete:
-            return torch.multinomial(outputs.softmax(-1), 1).squeeze(-1)
+            # the largest π(a|s) / Exp(1) is a draw from π; torch.multinomial would wait for a GPU
+            return (outputs.softmax(-1) / torch.empty_like(outputs).exponential_()).argmax(-1)
         return outputs + self.log_std.exp() * torch.randn_like(outputs)
 
     def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
@@ -406,7 +407,7 @@ def train(
     shape = (t_max, n_envs)
     rewards = np.zeros(shape, np.float32)
     dones = np.zeros(shape, np.bool_)
-    final_values = torch.zeros(shape, device=device)
+    final_values = torch.zeros(shape)
     step = run.step
     with contextlib.closing(envs):
         obs = to_device(envs.reset(seed=env_seed(args.seed, step) + RANK * n_envs)[0], device)
@@ -435,7 +436,7 @@ def train(
                 if args.bootstrap_limits and timed_out.any():
                     with torch.no_grad():
                         final_obs = to_device(np.stack(info["final_obs"][timed_out]), device)
-                        final_values[t, timed_out] = model(final_obs)[1]
+                        final_values[t, timed_out] = model(final_obs)[1].cpu()
                 for i in np.flatnonzero(dones[t]):
                     run.log_episode(info["episode"]["r"][i], info["episode"]["l"][i])
             with torch.no_grad():
@@ -443,10 +444,10 @@ def train(
                 actions, values = torch.stack(actions), torch.stack(values)
                 log_probs, _ = model.log_prob_and_entropy(torch.stack(outputs), actions)
             reward_scale.update()
-            r, ends = to_device(reward_scale(rewards), device), to_device(dones, device)
-            advantages = gae(  # A_1 to A_T
-                r, ends, values, final_values, bootstrap, args.gamma, args.gae_lambda
-            )
+            r, ends = torch.from_numpy(reward_scale(rewards)), torch.from_numpy(dones)
+            v, v_end = values.cpu(), bootstrap.cpu()  # so many small kernels are slow on a GPU
+            advantages = gae(r, ends, v, final_values, v_end, args.gamma, args.gae_lambda)
+            advantages = advantages.to(device)  # A_1 to A_T
             returns = advantages + values
             if args.standardize_advantages:
                 std, mean = torch.std_mean(of_all_ranks(advantages), unbiased=False)
@@ -500,7 +501,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.arch == "auto":
         args.arch = "nature" if len(observations.shape) == 3 else "mlp"
     if args.n_workers is None:
-        args.n_workers = min(8, n_cores(), args.n_envs // N_RANKS)
+        args.n_workers = min(n_cores(), args.n_envs // N_RANKS)
     if args.arch == "mlp":
         torch.set_num_threads(1)  # two threads are twice as slow for so small a network
 
