@@ -222,8 +222,7 @@ class ActorCritic(nn.Module):
     def sample(self, outputs: Tensor) -> Tensor:
         """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim + 1) → (n, action_dim)."""
         if self.discrete:
-            # the largest π(a|s) / Exp(1) is a draw from π; torch.multinomial would wait for a GPU
-            return (outputs.softmax(-1) / torch.empty_like(outputs).exponential_()).argmax(-1)
+            return torch.multinomial(outputs.softmax(-1), 1).squeeze(-1)
         mean, variance = self.gaussian(outputs)
         return mean + variance.sqrt() * torch.randn_like(mean)
 
