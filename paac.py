@@ -12,11 +12,11 @@ One policy acts in n_e environments at once. After t_max steps of all of them, o
     python paac.py --env-id CartPole-v1 --total-steps 200_000       # half a minute
     python paac.py --resume runs/...                                # go on after an interruption
     python paac.py --evaluate runs/... --record                     # 30 episodes and a GIF
-    torchrun --nproc-per-node 2 paac.py --n-envs 32                 # two GPUs, or more cores
+    torchrun --nproc-per-node 2 paac.py --n-envs 32                 # two processes, or GPUs
 
 Where the paper and its released code (github.com/Alfredvc/paac) differ or are silent:
 - The loss is a sum over t_max, where eq. (10) has a mean, so that α = 0.0007 n_e is A3C's step for
-  each environment. The code has five times the mean, which is the same with t_max = 5.
+  each environment. The code has five times the mean, which with t_max = 5 is the sum.
 - The squared value error has the code's coefficient 0.25; eq. (11) has 1.
 - The return is cut at every step where an episode ends (the code), not only at the last (Alg. 1).
 - RMSProp has ε inside the root and starts from g = 1, as TensorFlow's, which the code uses.

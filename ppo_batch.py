@@ -15,7 +15,7 @@ at once. After T steps of all of them come K epochs over the N·T transitions, i
     python ppo_batch.py --env-id HalfCheetah-v5                     # continuous actions
     python ppo_batch.py --resume runs/...                           # go on after an interruption
     python ppo_batch.py --evaluate runs/... --record                # 30 episodes and a GIF
-    torchrun --nproc-per-node 2 ppo_batch.py                        # two GPUs, or more cores
+    torchrun --nproc-per-node 2 ppo_batch.py                        # two processes, or GPUs
 
 This is the PPO of ChainerRL's code and of PFRL, its successor in PyTorch:
 - A termination cuts the return; the blog of 2018 keeps the value of the last step.

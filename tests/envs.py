@@ -34,6 +34,7 @@ OBSERVATIONS = {
     "grey": Box(0, 255, (50, 60), np.uint8),
     "one channel": Box(0, 255, (50, 60, 1), np.uint8),
     "colour": Box(0, 255, (50, 60, 3), np.uint8),
+    "stack": Box(0, 255, (4, 84, 84), np.uint8),
     "two": Dict(screen=Box(-1, 1, (4,)), sound=Box(-1, 1, (4,))),
     "tuple": Tuple((Box(-1, 1, (4,)),)),
 }

@@ -22,16 +22,7 @@ GREEDY += ["--target-interval", "100"]
 APEX = ["--n-actors", "1", "--n-step", "1", "--epsilon", "1", "--target-interval", "50"]
 CASES = {
     "paac": ["--n-workers", "0", "--total-steps", "40000", "--t-max", "2"],
-    "ppo_batch": [
-        "--n-workers",
-        "0",
-        "--total-steps",
-        "16000",
-        "--t-max",
-        "32",
-        "--gae-lambda",
-        "0",
-    ],
+    "ppo_batch": "--n-workers 0 --total-steps 16000 --t-max 32 --gae-lambda 0".split(),
     # β keeps it from the smaller reward, which is nearer
     "a3c": [*A3C, "--t-max", "2", "--learning-rate", "1e-3", "--entropy-coef", "0.2"],
     "async_q": [*HOGWILD, *GREEDY],

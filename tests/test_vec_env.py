@@ -140,7 +140,7 @@ def test_pictures_are_grey_resized_and_stacked(observations: str) -> None:
         assert np.abs(stack - expected)[..., np.r_[:41, 43:84]].max() <= 1  # not the blurred edge
 
 
-@pytest.mark.parametrize("spaces", [["two"], ["tuple"], ["vector", "several"]])
+@pytest.mark.parametrize("spaces", [["stack"], ["two"], ["tuple"], ["vector", "several"]])
 def test_spaces_that_no_trainer_takes_are_named(spaces: list[str]) -> None:
     named = re.escape(str((OBSERVATIONS | ACTIONS)[spaces[-1]]))
     with pytest.raises(ValueError, match=f"tests.envs:Walk-v0.*{named}"):
