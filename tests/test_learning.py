@@ -14,6 +14,7 @@ import common.evaluate
 from tests.helpers import checkpoint, run, summary
 
 FLAGS = ["--env-id", "tests.simulators:Run-Corridor-v0", "--gamma", "0.9"]
+SYNC = ["--n-workers", "0", "--total-steps"]
 HOGWILD = ["--n-processes", "2", "--total-steps", "6000"]
 A3C = ["--n-processes", "2", "--total-steps", "15000"]
 GREEDY = ["--epsilon-finals", "0", "--epsilon-probs", "1", "--epsilon-steps", "4000"]
@@ -21,8 +22,8 @@ GREEDY += ["--target-interval", "100"]
 # Of a policy that acts at random the returns of three steps would not lead to Q*.
 APEX = ["--n-actors", "1", "--n-step", "1", "--epsilon", "1", "--target-interval", "50"]
 CASES = {
-    "paac": ["--n-workers", "0", "--total-steps", "40000", "--t-max", "2"],
-    "ppo_batch": "--n-workers 0 --total-steps 16000 --t-max 32 --gae-lambda 0".split(),
+    "paac": [*SYNC, "40000", "--t-max", "2"],
+    "ppo_batch": [*SYNC, "16000", "--t-max", "32", "--gae-lambda", "0"],
     # β keeps it from the smaller reward, which is nearer
     "a3c": [*A3C, "--t-max", "2", "--learning-rate", "1e-3", "--entropy-coef", "0.2"],
     "async_q": [*HOGWILD, *GREEDY],
