@@ -49,7 +49,7 @@ Departures:
 - 50 million steps are 200 million frames; the paper has 22.8 billion.
 - The paper has no vectors: the MLP, the normalisation of observations and of rewards (to returns of
   size 10, see common/norm.py), `--anneal-lr` and the presets but for `atari` are ours. Returns of n
-  steps are divided by σ, not clipped; initial priorities have the σ of its actor's environments.
+  steps are divided by σ, not clipped; for initial priorities an actor has the σ of its own rewards.
 - For images the convolutions run in bfloat16 on CPUs that have AVX512_BF16 (`--bfloat16 off`), and
   convolutions on CUDA are TF32; everything else is float32.
 
@@ -394,7 +394,7 @@ class Replay:
         self.frames[first : first + B] = torch.from_numpy(chunk.frames)
         self.n_earlier[first : first + B] = chunk.n_earlier
         self.transitions[self.later(first, np.arange(-n, B - n))] = chunk.transitions
-        # what follows these transitions needs frames that are overwritten, or are still to come
+        # 0 for the next ones: their frames have been overwritten, or those of S' are still to come
         self._set_priorities(first, np.append(chunk.priorities, np.zeros(n + self.stack - 1)))
         self.chunks[first] = None
         self.chunks.move_to_end(first)
@@ -749,9 +749,8 @@ def main(argv: list[str] | None = None) -> int:
     else:
         args.capacity = pick_capacity(args, observations)
         parts = {"model": model, "target_model": target_model, "optimizer": optimizer}
-        parts["reward_scale"] = reward_scale
-        with Run("apex", args, **parts) as run:
-            train(args, run, observations, *parts.values(), device, make_actors)
+        with Run("apex", args, **parts, reward_scale=reward_scale) as run:
+            train(args, run, observations, *parts.values(), reward_scale, device, make_actors)
         if not run.complete:
             return 128 + run.signal
 

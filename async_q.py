@@ -407,9 +407,8 @@ def main(argv: list[str] | None = None) -> int:
         load_checkpoint("async_q", args.evaluate, model=model)
     else:
         parts = {"model": model, "target_model": target_model, "optimizer": optimizer}
-        parts["reward_scale"] = reward_scale
-        with Run("async_q", args, **parts) as run:
-            train(args, run, *parts.values())
+        with Run("async_q", args, **parts, reward_scale=reward_scale) as run:
+            train(args, run, model, target_model, optimizer, reward_scale)
         if not run.complete:
             return 128 + run.signal
 

@@ -410,9 +410,8 @@ def main(argv: list[str] | None = None) -> int:
         load_checkpoint("nstep_q", args.evaluate, model=model)
     else:
         parts = {"model": model, "target_model": target_model, "optimizer": optimizer}
-        parts["reward_scale"] = reward_scale
-        with Run("nstep_q", args, **parts) as run:
-            train(args, run, *parts.values())
+        with Run("nstep_q", args, **parts, reward_scale=reward_scale) as run:
+            train(args, run, model, target_model, optimizer, reward_scale)
         if not run.complete:
             return 128 + run.signal
 

@@ -477,7 +477,8 @@ def cuda_graph(model: nn.Module, obs: Tensor) -> nn.Module:
     keeps for its backward pass, lasts until the next call.
     """
     forward = nn.Sequential(model)  # the model itself remains as it is
-    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # captured on another
+    # the graphs are captured on a stream of their own; log_std is no part of the forward pass
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     with torch.cuda.device(obs.device):
         return torch.cuda.make_graphed_callables(forward, (obs.clone(),), allow_unused_input=True)
 
@@ -520,9 +521,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.evaluate:
         load_checkpoint("ppo_batch", args.evaluate, model=model)
     else:
-        parts = {"model": model, "adam": optimizer, "reward_scale": reward_scale}
-        with Run("ppo_batch", args, **parts) as run:
-            train(args, run, *parts.values(), device)
+        with Run("ppo_batch", args, model=model, adam=optimizer, reward_scale=reward_scale) as run:
+            train(args, run, model, optimizer, reward_scale, device)
         if not run.complete:
             return 128 + run.signal
 

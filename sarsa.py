@@ -413,9 +413,8 @@ def main(argv: list[str] | None = None) -> int:
         load_checkpoint("sarsa", args.evaluate, model=model)
     else:
         parts = {"model": model, "target_model": target_model, "optimizer": optimizer}
-        parts["reward_scale"] = reward_scale
-        with Run("sarsa", args, **parts) as run:
-            train(args, run, *parts.values())
+        with Run("sarsa", args, **parts, reward_scale=reward_scale) as run:
+            train(args, run, model, target_model, optimizer, reward_scale)
         if not run.complete:
             return 128 + run.signal
 
