@@ -35,8 +35,8 @@ Departures:
 - A time limit does not cut the return: it bootstraps from V of the final observation. Sec. 9 learns
   from whole episodes and never bootstraps.
 - Sec. 9 always has an LSTM; here it needs `--lstm`. Its networks for pictures are left out.
-- With Box actions β is 3e-3, where sec. 9 has 1e-4, and 0.01 is added to a Gaussian's σ². These
-  actions are mapped from [-1, 1] to their bounds and clipped.
+- With Box actions β is 3e-3 and falls to zero, where sec. 9 has 1e-4, and 0.01 is added to a
+  Gaussian's σ². These actions are mapped from [-1, 1] to their bounds and clipped.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
 - One process a core, where the paper has 16.
 - Vectors with Discrete actions, the normalisation of observations and of rewards (see
@@ -88,12 +88,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "learning_rate": 2e-3,
     },
     # Box actions, ours, found on Pendulum, Hopper and HalfCheetah. With the β of sec. 9, 1e-4, σ
-    # may shrink before μ is any good, and the policy stays as it is.
+    # may shrink before μ is any good. A constant β lets it grow, as actions are clipped.
     "continuous": {
         "total_steps": 1_000_000,
         "t_max": 20,
         "learning_rate": 1.5e-3,
         "entropy_coef": 3e-3,
+        "anneal_entropy": True,
         "value_coef": 1.0,
         "rms_eps": 4e-5,
     },
