@@ -92,7 +92,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "continuous": {
         "total_steps": 1_000_000,
         "t_max": 20,
-        "learning_rate": 1.5e-3,
         "entropy_coef": 3e-3,
         "anneal_entropy": True,
         "value_coef": 1.0,
