@@ -228,7 +228,7 @@ def make_env(env_id: str, env_kwargs: dict, render_mode: str | None = None) -> g
     Everything else becomes a vector; Discrete observations are one-hot, a Dict of one Box is that
     Box. Actions are the environment's own, Discrete or a Box.
 
-    Raises: ValueError: it has other observations or actions.
+    Raises: ValueError: other spaces, or a uint8 Box of three dimensions that is no picture.
     """
     spec = find_spec(env_id)
     if is_atari(spec):
