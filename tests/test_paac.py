@@ -186,10 +186,10 @@ class SlowAgent:
         np.testing.assert_allclose(state["trunk.std"].numpy(), std, **CLOSE)
 
 
-def actor_critic(trainer: Any, arch: str, actions: int | gym.Space = 4) -> nn.Module:
+def actor_critic(trainer: Any, arch: str, actions: int | gym.Space = 4, **flags: Any) -> nn.Module:
     torch.manual_seed(0)
     actions = spaces.Discrete(actions) if isinstance(actions, int) else actions
-    return trainer.ActorCritic(VECTOR if arch == "mlp" else IMAGE, actions, arch)
+    return trainer.ActorCritic(VECTOR if arch == "mlp" else IMAGE, actions, arch, **flags)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -213,11 +213,17 @@ BOUNDS = {
 
 
 @pytest.mark.parametrize("arch", BOUNDS)
-def test_initial_parameters_are_uniform_within_their_bounds(arch: str) -> None:
+def test_initial_parameters_are_uniform_within_their_bounds_or_orthogonal(arch: str) -> None:
     for layer, bound in zip(layers_of(actor_critic(paac, arch)), BOUNDS[arch], strict=True):
         assert 0.9 * bound < layer.weight.abs().max() <= 1.0001 * bound
         assert layer.weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.15)
         assert 0.001 * bound < layer.bias.abs().max() <= 1.0001 * bound
+    for layer in layers_of(actor_critic(paac, arch, orthogonal_init=True)):
+        assert not layer.bias.any()
+        w = layer.weight.detach().flatten(1)
+        w = w if len(w) <= w.shape[1] else w.T
+        gain = 0.01 if len(layer.weight) == 4 else math.sqrt(2)  # four actions
+        torch.testing.assert_close(w @ w.T / gain**2, torch.eye(len(w)), atol=1e-5, rtol=0)
 
 
 NETWORKS = [(paac, "nips"), (paac, "nature"), (ppo_batch, "nips"), (ppo_batch, "nature")]
