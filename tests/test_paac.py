@@ -222,7 +222,7 @@ def test_initial_parameters_are_uniform_within_their_bounds_or_orthogonal(arch: 
         assert not layer.bias.any()
         w = layer.weight.detach().flatten(1)
         w = w if len(w) <= w.shape[1] else w.T
-        gain = 0.01 if len(layer.weight) == 4 else math.sqrt(2)  # four actions
+        gain = {4: 0.01, 1: 1.0}.get(len(layer.weight), math.sqrt(2))  # four actions, one V
         torch.testing.assert_close(w @ w.T / gain**2, torch.eye(len(w)), atol=1e-5, rtol=0)
 
 
