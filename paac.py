@@ -124,8 +124,8 @@ class Args(RunArgs):
     bfloat16: Literal["auto", "on", "off"] = "auto"
     """images: run all but the heads in bfloat16; auto: on CPUs that have AVX512_BF16"""
     orthogonal_init: bool = False
-    """initial weights are orthogonal, gain √2, in the last layers of π 0.01 and of V 1, biases 0;
-    else U(±1/√fan_in)"""
+    """images: initial weights are orthogonal, gain √2, in the last layers of π 0.01 and of V 1,
+    biases 0; else U(±1/√fan_in)"""
     t_max: int = 5
     """steps of each environment between two updates"""
     learning_rate: float | None = None
@@ -190,14 +190,13 @@ class ActorCritic(nn.Module):
             size = layers[-2].out_features
             self.trunk = nn.Sequential(*layers)
             self.policy, self.value = nn.Linear(size, n_outputs), nn.Linear(size, 1)
-        if orthogonal_init:
-            for layer in self.modules():
-                if isinstance(layer, nn.Linear | nn.Conv2d):
-                    nn.init.orthogonal_(layer.weight, math.sqrt(2))
-                    nn.init.zeros_(layer.bias)
-            for head, gain in (self.policy, 0.01), (self.value, 1.0):
-                nn.init.orthogonal_((head[-1] if arch == "mlp" else head).weight, gain)
-        self.trunk.to(memory_format=torch.channels_last)  # faster convolutions
+            if orthogonal_init:
+                gains = {self.policy: 0.01, self.value: 1.0}
+                for layer in (*layers, self.policy, self.value):
+                    if isinstance(layer, nn.Linear | nn.Conv2d):
+                        nn.init.orthogonal_(layer.weight, gains.get(layer, math.sqrt(2)))
+                        nn.init.zeros_(layer.bias)
+            self.trunk.to(memory_format=torch.channels_last)  # faster; orthogonal_ refuses it
         if not self.discrete:
             self.log_std = nn.Parameter(torch.zeros(n_outputs))
 
