@@ -39,6 +39,7 @@ Departures:
   Gaussian's σ². These actions are mapped from [-1, 1] to their bounds and clipped.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
 - One process a core, where the paper has 16.
+- `--preset short` has orthogonal initial weights, those of OpenAI's baselines.
 - Vectors with Discrete actions, the normalisation of observations and of rewards (see
   common/norm.py), `--anneal-entropy` and the presets but for `atari` are ours.
 """
@@ -71,7 +72,7 @@ from common.vec_env import env_seed, make_vec_env
 PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
     # Atari on few cores, ours.
-    "short": {"total_steps": 10_000_000, "t_max": 20, "learning_rate": 3e-4, "rms_eps": 1e-5},
+    "short": {"total_steps": 8_000_000, "orthogonal_init": True, "t_max": 20, "rms_eps": 1e-5},
     # Vectors, ours. With a small ε each weight's step is about α, whatever the size of gradients. β
     # keeps the policy open for half of training, and leaves α, which falls, the rest to sharpen it.
     "vector": {
@@ -116,6 +117,9 @@ class Args(RunArgs):
     """network; auto: nips for images, mlp for vectors"""
     lstm: bool = False
     """an LSTM after the last hidden layer: 256 cells for images, 128 for vectors"""
+    orthogonal_init: bool = False
+    """initial weights are orthogonal, gain √2, in the last layers of π 0.01 and of V 1, biases 0;
+    else U(±1/√fan_in)"""
     t_max: int = 5
     """longest rollout, in steps; the end of an episode or of training ends it, too"""
     optimizer: Literal["shared-rmsprop", "rmsprop", "momentum-sgd"] = "shared-rmsprop"
@@ -161,7 +165,7 @@ class Trunk(nn.Module):
         else:  # (n, d) → 200: ReLU for Box actions (sec. 9), ELU, ours, for Discrete ones
             activation = nn.ReLU(inplace=True) if box else nn.ELU()
             layers = [nn.Linear(observation_space.shape[0], 200), activation]
-        self.layers = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster
+        self.layers = nn.Sequential(*layers)
         self.size = layers[-2].out_features
         self.lstm = None
         if lstm:
@@ -190,11 +194,17 @@ class Trunk(nn.Module):
 class ActorCritic(nn.Module):
     """π(a|s; θ) and V(s; θ). Discrete actions: one trunk. Box actions: two networks (sec. 9).
 
-    Initial weights are PyTorch's own, U(±1/√fan_in), as were Torch7's; an LSTM's are U(±1/√cells).
+    Initial weights are PyTorch's own, U(±1/√fan_in), as were Torch7's, or orthogonal; an LSTM's are
+    U(±1/√cells).
     """
 
     def __init__(
-        self, observation_space: spaces.Box, action_space: gym.Space, arch: str, lstm: bool
+        self,
+        observation_space: spaces.Box,
+        action_space: gym.Space,
+        arch: str,
+        lstm: bool,
+        orthogonal_init: bool = False,
     ) -> None:
         super().__init__()
         self.norm = make_norm(observation_space) if arch == "mlp" else None
@@ -206,6 +216,13 @@ class ActorCritic(nn.Module):
         self.policy = nn.Linear(trunks[0].size, n_outputs)
         self.value = nn.Linear(trunks[0].size, 1)
         self.initial_states: States = [None] * n_trunks
+        if orthogonal_init:
+            gains = {self.policy: 0.01, self.value: 1.0}
+            for layer in self.modules():
+                if isinstance(layer, nn.Linear | nn.Conv2d):
+                    nn.init.orthogonal_(layer.weight, gains.get(layer, math.sqrt(2)))
+                    nn.init.zeros_(layer.bias)
+        self.to(memory_format=torch.channels_last)  # faster; orthogonal_ refuses it
 
     def forward(self, obs: Tensor, states: States) -> tuple[Tensor, Tensor, States]:
         """Observations (t, n, ...) and states before them → outputs of π, values (t, n), states.
@@ -526,7 +543,7 @@ def main(argv: list[str] | None = None) -> int:
         args.n_processes = n_cores()
 
     torch.manual_seed(args.seed)
-    model = ActorCritic(observations, actions, args.arch, args.lstm)  # θ
+    model = ActorCritic(observations, actions, args.arch, args.lstm, args.orthogonal_init)  # θ
     optimizers = make_optimizers(args, model)
     reward_scale = RewardScale(args)
 
