@@ -11,7 +11,8 @@ up to t_max steps or to the end of the episode, and then applies its gradient to
 
 RMSProp's g is shared as well.
 
-    python a3c.py                                                   # Pong from pixels
+    python a3c.py                                                   # Pong from pixels, 80M steps
+    python a3c.py --preset short                                    # Pong on few cores
     python a3c.py --lstm                                            # with 256 LSTM cells
     python a3c.py --env-id CartPole-v1 --total-steps 300_000        # half a minute to two
     python a3c.py --env-id Pendulum-v1                              # continuous actions
@@ -35,11 +36,12 @@ Departures:
 - A time limit does not cut the return: it bootstraps from V of the final observation. Sec. 9 learns
   from whole episodes and never bootstraps.
 - Sec. 9 always has an LSTM; here it needs `--lstm`. Its networks for pictures are left out.
-- With Box actions β is 3e-3 and falls to zero, where sec. 9 has 1e-4, and 0.01 is added to a
-  Gaussian's σ². These actions are mapped from [-1, 1] to their bounds and clipped.
+- With Box actions β is 3e-3 and falls to zero, where sec. 9 has 1e-4, the coefficient of the value
+  error is 1, and 0.01 is added to a Gaussian's σ². These actions are mapped from [-1, 1] to their
+  bounds and clipped.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
 - One process a core, where the paper has 16.
-- `--preset short` has orthogonal initial weights, those of OpenAI's baselines.
+- `--preset short` has the initial weights of OpenAI's baselines, orthogonal, but for an LSTM's.
 - Vectors with Discrete actions, the normalisation of observations and of rewards (see
   common/norm.py), `--anneal-entropy` and the presets but for `atari` are ours.
 """
@@ -118,8 +120,8 @@ class Args(RunArgs):
     lstm: bool = False
     """an LSTM after the last hidden layer: 256 cells for images, 128 for vectors"""
     orthogonal_init: bool = False
-    """initial weights are orthogonal, gain √2, in the last layers of π 0.01 and of V 1, biases 0;
-    else U(±1/√fan_in)"""
+    """initial weights, but for an LSTM's, are orthogonal, gain √2, in the last layers of π 0.01 and
+    of V 1, biases 0; else U(±1/√fan_in)"""
     t_max: int = 5
     """longest rollout, in steps; the end of an episode or of training ends it, too"""
     optimizer: Literal["shared-rmsprop", "rmsprop", "momentum-sgd"] = "shared-rmsprop"

@@ -69,8 +69,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
     # What the paper's released code sets otherwise.
     "code": {"total_steps": 80_000_000, "entropy_coef": 0.02, "max_grad_norm": 3.0},
-    # Atari on few cores, ours. 95 % of squared gradients lie below 3e-8 on Breakout,
-    # hence ε. On Pong α 2e-3 learned nothing in 2 million steps.
+    # Atari on few cores, ours. 95 % of squared gradients lie below 3e-8 on Breakout, hence ε.
     "short": {
         "total_steps": 8_000_000,
         "orthogonal_init": True,
@@ -161,7 +160,8 @@ def mlp(n_inputs: int, n_outputs: int) -> nn.Sequential:
 class ActorCritic(nn.Module):
     """π(a|s; θ) and V(s; θ). Images: one trunk, two linear heads. Vectors: two MLPs.
 
-    Initial weights are PyTorch's own, U(±1/√fan_in), as in A3C and in PAAC's code, or orthogonal.
+    Initial weights are PyTorch's own, U(±1/√fan_in), as in A3C and in PAAC's code, or orthogonal
+    ones, for images.
     """
 
     def __init__(
