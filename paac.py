@@ -192,7 +192,7 @@ class ActorCritic(nn.Module):
             self.policy, self.value = nn.Linear(size, n_outputs), nn.Linear(size, 1)
             if orthogonal_init:
                 gains = {self.policy: 0.01, self.value: 1.0}
-                for layer in (*layers, self.policy, self.value):
+                for layer in self.modules():
                     if isinstance(layer, nn.Linear | nn.Conv2d):
                         nn.init.orthogonal_(layer.weight, gains.get(layer, math.sqrt(2)))
                         nn.init.zeros_(layer.bias)

@@ -200,6 +200,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 # --- network
 
 
+COUNTS = {"nips": 677_429, "nature": 1_684_128 + 513 * 5, "mlp": 9_157}
 BOUNDS = {
     "nips": [0.0625, 0.0625, 0.019642, 0.0625, 0.0625],
     "nature": [0.0625, 0.044194, 0.041667, 0.017857, 0.044194, 0.044194],
@@ -209,7 +210,9 @@ BOUNDS = {
 
 @pytest.mark.parametrize("arch", BOUNDS)
 def test_initial_parameters_are_uniform_within_their_bounds_or_orthogonal(arch: str) -> None:
-    for layer, bound in zip(layers_of(actor_critic(paac, arch)), BOUNDS[arch], strict=True):
+    model = actor_critic(paac, arch)
+    assert sum(p.numel() for p in model.parameters()) == COUNTS[arch]
+    for layer, bound in zip(layers_of(model), BOUNDS[arch], strict=True):
         assert 0.9 * bound < layer.weight.abs().max() <= 1.0001 * bound
         assert layer.weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.15)
         assert 0.001 * bound < layer.bias.abs().max() <= 1.0001 * bound
