@@ -183,18 +183,6 @@ def test_schedules(trainer):
         assert epsilons == pytest.approx([1, 0.775, 0.55, 0.1, 0.1])
 
 
-@each(*TRAINERS)
-def test_rmsprop_by_hand(trainer):
-    """g: 0.1·2² = 0.4; 0.36 + 0.1 = 0.46. Under the root it is g + 0.1."""
-    p = torch.nn.Parameter(torch.zeros(1))
-    optimizer = trainer.RMSProp([p], 0.1, 0.9, 0.1, 0.0)
-    for gradient in (2.0, -1.0):
-        p.grad = torch.tensor([gradient])
-        optimizer.step()
-    assert optimizer.state[p]["square"].item() == pytest.approx(0.46)
-    assert p.item() == pytest.approx(-0.2 / math.sqrt(0.5) + 0.1 / math.sqrt(0.56))
-
-
 # --- an actor-learner in this process
 
 # Episodes end after steps 7, 9, 15, 18, 25, ...

@@ -18,6 +18,8 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 import a3c
+import async_q
+import nstep_q
 import paac
 import ppo_batch
 from common.norm import RewardScale
@@ -30,6 +32,7 @@ KINDS = ("", "terminated", "truncated")  # how a step may end
 ENDS = [(1, "truncated"), (2, "terminated"), (3, "truncated"), (1, "terminated")]
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 BOTH = pytest.mark.parametrize("trainer", [paac, ppo_batch])
+Q_TRAINERS = [async_q, nstep_q]
 
 
 # --- for the slow versions: environment, run and agent
@@ -219,9 +222,12 @@ def test_initial_parameters_are_uniform_within_their_bounds_or_orthogonal(arch: 
     four = spaces.Box(-1, 1, (3,))  # three means and σ²; two trunks
     orthogonal = layers_of(actor_critic(a3c, arch, four, lstm=False, orthogonal_init=True))
     orthogonal += layers_of(actor_critic(paac, arch, orthogonal_init=True)) * (arch != "mlp")
+    for trainer in Q_TRAINERS:
+        space = VECTOR if arch == "mlp" else IMAGE
+        orthogonal += layers_of(trainer.QNetwork(space, spaces.Discrete(4), arch, True))
     for layer in orthogonal:
         assert not layer.bias.any()
-        gain = {4: 0.01, 1: 1.0}.get(len(layer.weight), math.sqrt(2))  # outputs of π; V
+        gain = {4: 0.01, 1: 1.0}.get(len(layer.weight), math.sqrt(2))  # outputs of π or Q; V
         stretches = torch.linalg.svdvals(layer.weight.detach().flatten(1))
         assert stretches.numpy() == pytest.approx(gain, rel=1e-4)
 
@@ -350,11 +356,6 @@ def test_rmsprop_against_a_slow_loop() -> None:
     assert p.tolist() == pytest.approx(theta, abs=1e-12)
 
 
-def test_learning_rate_falls_to_zero() -> None:
-    rates = [paac.linear_decay(0.0224, n, 80_000_000) for n in (0, 4e7, 8e7, 80_000_160)]
-    assert rates == pytest.approx([0.0224, 0.0112, 0, 0], abs=1e-15)
-
-
 PAPER = {"total_steps": 115_000_000, "entropy_coef": 0.01, "max_grad_norm": 40}
 CODE = {"total_steps": 80_000_000, "entropy_coef": 0.02, "max_grad_norm": 3}
 PFRL = {"minibatch_size": 256, "update_epochs": 4, "clip_coef": 0.1, "max_grad_norm": 0.5}
@@ -363,7 +364,7 @@ PRESETS = [  # trainer, flags, constants, initial α, ε of the optimiser
     (paac, "--preset short --learning-rate 0.5", {"orthogonal_init": True}, 0.5, 1e-10),
     (paac, "--preset code --n-envs 8", CODE, 0.0056, 0.1),  # α = 0.0007 n_e
     (ppo_batch, "", PFRL, 2.5e-4, 1e-5),
-    (a3c, "--preset short", {"orthogonal_init": True, "t_max": 20}, 7e-4, 1e-5),
+    *((t, "--preset short", {"orthogonal_init": True}, 7e-4, 1e-5) for t in (a3c, *Q_TRAINERS)),
 ]
 
 
@@ -371,10 +372,10 @@ PRESETS = [  # trainer, flags, constants, initial α, ε of the optimiser
 def test_what_main_trains_on_atari(preset: tuple, tmp_path: Path, monkeypatch: Any) -> None:
     trainer, flags, constants, lr, eps = preset
 
-    def train(args: Any, run: Any, model: nn.Module, optimizer: Any, *rest: Any) -> None:
+    def train(args: Any, run: Any, model: nn.Module, *rest: Any) -> None:
         assert {key: getattr(args, key) for key in constants} == constants
-        assert trainer is ppo_batch or model.policy.bias.any() != args.orthogonal_init
-        optimizer = optimizer[0] if trainer is a3c else optimizer
+        assert trainer is ppo_batch or [*model.parameters()][-1].any() != args.orthogonal_init
+        optimizer = rest[0][0] if trainer is a3c else rest[trainer in Q_TRAINERS]
         assert args.learning_rate == optimizer.defaults["lr"] == pytest.approx(lr)
         assert optimizer.defaults["eps"] == eps
         assert all((s["square"] == (trainer is paac)).all() for s in optimizer.state.values())
