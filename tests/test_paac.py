@@ -364,7 +364,9 @@ PRESETS = [  # trainer, flags, constants, initial α, ε of the optimiser
     (paac, "--preset short --learning-rate 0.5", {"orthogonal_init": True}, 0.5, 1e-10),
     (paac, "--preset code --n-envs 8", CODE, 0.0056, 0.1),  # α = 0.0007 n_e
     (ppo_batch, "", PFRL, 2.5e-4, 1e-5),
-    *((t, "--preset short", {"orthogonal_init": True}, 7e-4, 1e-5) for t in (a3c, *Q_TRAINERS)),
+    (a3c, "--preset short", {"orthogonal_init": True, "t_max": 20}, 7e-4, 1e-5),
+    (nstep_q, "--preset short", {"orthogonal_init": True, "t_max": 20}, 7e-4, 1e-5),
+    (async_q, "--preset short", {"orthogonal_init": True}, 7e-4, 1e-5),
 ]
 
 
