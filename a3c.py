@@ -408,7 +408,7 @@ def actor_learner(
                 rollout_over = len(rewards) == args.t_max or done or over
             R = 0.0  # for a terminal s_t, else V(s_t; θ′)
             if not terminated[0]:
-                last_obs = to_sequence(np.stack(info["final_obs"])) if done else obs
+                last_obs = to_sequence(info["final_obs"]) if done else obs
                 with torch.no_grad():
                     # discard the LSTM state: the next rollout starts from s_t again
                     R = local_model(last_obs, states)[1].item()

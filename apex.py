@@ -394,7 +394,7 @@ class Replay:
         self.frames[first : first + B] = torch.from_numpy(chunk.frames)
         self.n_earlier[first : first + B] = chunk.n_earlier
         self.transitions[self.later(first, np.arange(-n, B - n))] = chunk.transitions
-        # 0 for the next ones: their frames have been overwritten, or those of S' are still to come
+        # 0 for n whose S' is still to come, and for stack - 1 whose first frames are overwritten
         self._set_priorities(first, np.append(chunk.priorities, np.zeros(n + self.stack - 1)))
         self.chunks[first] = None
         self.chunks.move_to_end(first)
@@ -649,15 +649,17 @@ def train(
 ) -> None:
     """Algorithm 2, the learner, from `run.step` on."""
     step = run.step
-    first_step = step + args.learning_starts  # where learning begins
-    ratio = args.replay_ratio or math.inf
+    free = args.replay_ratio is None  # actors and learner do not wait for each other
+    learning_start = step + args.learning_starts
     learned = 0  # samples
     losses = {}
     replay = Replay(space, args, device, env_seed(args.seed, step))
     with contextlib.closing(make_actors(args, step, space, model)) as actors:
         while not (run.complete or run.stopped):
-            due = ratio * (step - first_step) >= learned + args.batch_size
-            if not due or ratio == math.inf:  # what is due is learned before more is taken
+            due = step > learning_start
+            if not free:
+                due &= learned + args.batch_size <= args.replay_ratio * (step - learning_start)
+            if free or not due:  # at a ratio, what is due is learned before more is taken
                 for chunk in actors.receive(0 if due else 0.1):
                     step += replay.add(chunk)
                     reward_scale.add(chunk.reward_sums)
@@ -678,7 +680,7 @@ def train(
             )
             replay.set_priorities(batch.indices, errors)  # Replay.SetPriority(id, p)
             learned += args.batch_size
-            losses["replay_ratio"] = learned / (step - first_step)  # 0.78 in the paper
+            losses["replay_ratio"] = learned / (step - learning_start)  # 0.78 in the paper
             run.log_update(step, **losses)
             if run.updates % args.trim_interval == 0:
                 replay.trim()  # Replay.RemoveToFit()

@@ -286,7 +286,7 @@ def actor_learner(
                 next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
                 obs = torch.from_numpy(next_obs)
                 done = bool(terminated[0] or truncated[0])
-                last_obs = torch.from_numpy(np.stack(info["final_obs"])) if done else obs
+                last_obs = torch.from_numpy(info["final_obs"]) if done else obs
                 with torch.no_grad():
                     next_q_values.append(target_model(last_obs))
                 rewards.append(float(reward[0]))

@@ -297,7 +297,7 @@ def actor_learner(
                 rollout_over = len(rewards) == args.t_max or done or over
             R = 0.0  # for a terminal s_t, else max_a Q(s_t, a; θ⁻)
             if not terminated[0]:
-                last_obs = torch.from_numpy(np.stack(info["final_obs"])) if done else obs
+                last_obs = torch.from_numpy(info["final_obs"]) if done else obs
                 with torch.no_grad():
                     R = target_model(last_obs).max().item()
             reward_scale.update()

@@ -352,7 +352,7 @@ def train(
                 timed_out = truncated & ~terminated
                 if timed_out.any():  # a time limit ends the episode but not the return
                     with torch.no_grad():
-                        final_obs = to_device(np.stack(info["final_obs"][timed_out]), device)
+                        final_obs = to_device(info["final_obs"][timed_out], device)
                         final_values[t, timed_out] = model(final_obs)[1]
                 for i in np.flatnonzero(dones[t]):
                     run.log_episode(info["episode"]["r"][i], info["episode"]["l"][i])

@@ -435,7 +435,7 @@ def train(
                 timed_out = truncated & ~terminated
                 if args.bootstrap_limits and timed_out.any():
                     with torch.no_grad():
-                        final_obs = to_device(np.stack(info["final_obs"][timed_out]), device)
+                        final_obs = to_device(info["final_obs"][timed_out], device)
                         final_values[t, timed_out] = model(final_obs)[1].cpu()
                 for i in np.flatnonzero(dones[t]):
                     run.log_episode(info["episode"]["r"][i], info["episode"]["l"][i])

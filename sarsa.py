@@ -274,7 +274,7 @@ def actor_learner(
                 next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
                 obs = torch.from_numpy(next_obs)
                 done = bool(terminated[0] or truncated[0])
-                last_obs = torch.from_numpy(np.stack(info["final_obs"])) if done else obs
+                last_obs = torch.from_numpy(info["final_obs"]) if done else obs
                 epsilon = epsilon_at(epsilon_final, T, args.epsilon_steps)
                 with torch.no_grad():
                     action = epsilon_greedy(model(last_obs), epsilon)  # a', by θ as it is now

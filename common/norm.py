@@ -97,7 +97,7 @@ class RewardScale(nn.Module):
         """Raises: FloatingPointError: a reward is not finite."""
         if not np.isfinite(sums).all():
             raise FloatingPointError("a reward is not finite")
-        self.sums += torch.from_numpy(sums)
+        self.sums += torch.tensor(sums)
 
     @property
     def sigma(self) -> float:

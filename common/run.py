@@ -85,7 +85,10 @@ def parse_args(
         if not path.exists():
             usage_error(f"{folder} is no run directory: there is no {path}")
         past = json.loads(path.read_text())
-        past |= presets.get(args.preset, {})  # of --preset, where it is given
+        if args.preset not in ("auto", past["preset"]):  # nothing of the old preset stays
+            for preset in presets.values():
+                past |= {name: getattr(default, name) for name in preset}
+            past |= presets[args.preset]
         past |= {"run_dir": folder, "resume": None, "evaluate": None, "record": False}
         if args.evaluate:
             past["eval_episodes"] = default.eval_episodes

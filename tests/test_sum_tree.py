@@ -75,5 +75,3 @@ def test_a_priority_that_is_none_changes_nothing(priority: float) -> None:
     with pytest.raises(ValueError, match="priority"):
         tree.update(np.array([0, 2]), np.array([3.0, priority]))
     assert tree[np.arange(3)].tolist() == [0, 0, 0]
-    with pytest.raises(ValueError, match="zero"):
-        tree.sample(1)
