@@ -25,7 +25,8 @@ Where the sources differ or are silent:
 - α = 0.0007, ε = 0.1 inside RMSProp's root and a clipping threshold of 40 are A3C's, by e-mail of
   its author, as public reproductions report it; g starts from 0.
 - θ⁻ is copied from the shared θ, not from a snapshot.
-- Evaluated episodes are played with ε = 0.05 on images and 0 on vectors.
+- Evaluated episodes are played with ε = 0.05 on images, as in ChainerRL (0.01 with `--preset
+  short`), and 0 on vectors.
 
 Departures:
 - A time limit does not cut the return: it bootstraps from the final observation.
@@ -71,6 +72,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "epsilon_probs": (0.5, 0.5),
         "epsilon_steps": 1_000_000,
         "rms_eps": 1e-5,
+        "eval_epsilon": 0.01,
     },
     # Vectors, ours: tasks that are learned in minutes.
     "vector": {

@@ -26,7 +26,8 @@ Where the sources differ or are silent:
 - α = 0.0007, ε = 0.1 inside RMSProp's root and a clipping threshold of 40 are A3C's, by e-mail of
   its author, as public reproductions report it; g starts from 0.
 - As in Algorithm 1, a process goes on counting its 5 steps where an episode ends.
-- Evaluated episodes are played with ε = 0.05 on images and 0 on vectors.
+- Evaluated episodes are played with ε = 0.05 on images, as in ChainerRL (0.01 with `--preset
+  short`), and 0 on vectors.
 
 Departures:
 - The gradients of the 5 steps are taken together, on θ as it is at the update, not each on the θ of
@@ -74,6 +75,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "epsilon_steps": 1_000_000,
         "learning_rate": 3e-4,
         "rms_eps": 1e-5,
+        "eval_epsilon": 0.01,
     },
     # Vectors, ours: tasks that are learned in minutes.
     "vector": {
