@@ -108,12 +108,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "vector": {
         "total_steps": 500_000,
         "envs_per_actor": 8,
+        "epsilon_alpha": 2.0,  # with 7 most of so few environments hardly explore
         "capacity": 100_000,
         "learning_starts": 1_000,
         "batch_size": 64,
         "replay_ratio": 8.0,
         "target_interval": 50,
-        "learning_rate": 5e-4,
+        "learning_rate": 1e-3,
         "anneal_lr": True,  # a constant α leaves to chance how well the last θ plays
         "eval_epsilon": 0.0,
     },
