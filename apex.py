@@ -114,7 +114,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "batch_size": 64,
         "replay_ratio": 8.0,
         "target_interval": 50,
-        "learning_rate": 1e-3,
+        "learning_rate": 5e-4,
         "anneal_lr": True,  # a constant α leaves to chance how well the last θ plays
         "eval_epsilon": 0.0,
     },
