@@ -108,7 +108,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "vector": {
         "total_steps": 500_000,
         "envs_per_actor": 8,
-        "epsilon_alpha": 2.0,  # with 7 most of so few environments hardly explore
         "capacity": 100_000,
         "learning_starts": 1_000,
         "batch_size": 64,
