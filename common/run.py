@@ -85,7 +85,7 @@ def parse_args(
         if not path.exists():
             usage_error(f"{folder} is no run directory: there is no {path}")
         past = json.loads(path.read_text())
-        if args.preset not in ("auto", past["preset"]):  # nothing of the old preset stays
+        if args.preset not in ("auto", past.get("preset")):  # nothing of the old preset stays
             for preset in presets.values():
                 past |= {name: getattr(default, name) for name in preset}
             past |= presets[args.preset]
