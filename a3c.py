@@ -74,7 +74,13 @@ from common.vec_env import env_seed, make_vec_env
 PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
     # Atari on few cores, ours.
-    "short": {"total_steps": 8_000_000, "orthogonal_init": True, "t_max": 20, "rms_eps": 1e-5},
+    "short": {
+        "total_steps": 8_000_000,
+        "orthogonal_init": True,
+        "t_max": 20,
+        "rms_eps": 1e-5,
+        "rms_initial_square": 1.0,
+    },
     # Vectors, ours. With a small ε each weight's step is about α, whatever the size of gradients. β
     # keeps the policy open for half of training, and leaves α, which falls, the rest to sharpen it.
     "vector": {
@@ -142,6 +148,8 @@ class Args(RunArgs):
     """decay of RMSProp's mean square g per update, and of momentum SGD's mean gradient"""
     rms_eps: float = 0.1
     """ε inside RMSProp's root"""
+    rms_initial_square: float = 0.0
+    """g at the start; from 0 the first steps are up to 10 times as long as later ones"""
 
 
 # --- network
@@ -493,7 +501,8 @@ def train(
 
 def make_optimizers(args: Args, model: nn.Module) -> list[RMSProp | MomentumSGD]:
     """One whose statistics all processes share, or one for each process."""
-    make, constants = RMSProp, (args.learning_rate, args.rms_decay, args.rms_eps, 0.0)
+    constants = args.learning_rate, args.rms_decay, args.rms_eps, args.rms_initial_square
+    make = RMSProp
     if args.optimizer == "momentum-sgd":
         make, constants = MomentumSGD, constants[:2]
     n = 1 if args.optimizer == "shared-rmsprop" else args.n_processes

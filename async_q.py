@@ -74,6 +74,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "epsilon_probs": (0.5, 0.5),
         "epsilon_steps": 1_000_000,
         "rms_eps": 1e-5,
+        "rms_initial_square": 1.0,
         "eval_epsilon": 0.01,
     },
     # Vectors, ours: tasks that are learned in minutes.
@@ -130,6 +131,8 @@ class Args(RunArgs):
     """decay of RMSProp's mean square g per update"""
     rms_eps: float = 0.1
     """ε inside RMSProp's root"""
+    rms_initial_square: float = 0.0
+    """g at the start; from 0 the first steps are up to 10 times as long as later ones"""
 
 
 # --- network
@@ -415,7 +418,11 @@ def main(argv: list[str] | None = None) -> int:
     model = QNetwork(observations, actions, args.arch, args.orthogonal_init)  # θ
     target_model = copy.deepcopy(model)  # θ⁻
     optimizer = RMSProp(
-        model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, initial_square=0.0
+        model.parameters(),
+        args.learning_rate,
+        args.rms_decay,
+        args.rms_eps,
+        args.rms_initial_square,
     )
     reward_scale = RewardScale(args, size=10.0)
 

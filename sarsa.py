@@ -37,13 +37,14 @@ Departures:
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
 - One process a core, where the paper has 16.
 - The paper has no vectors: the MLP, the normalisation of observations and of rewards (to returns
-  of size 10, see common/norm.py) and the presets but for `atari` are ours.
+  of size 10, see common/norm.py), `--orthogonal-init` and the presets but for `atari` are ours.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -67,14 +68,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
     # Atari on few cores, ours.
     "short": {
-        "total_steps": 10_000_000,
+        "total_steps": 8_000_000,
+        "orthogonal_init": True,
         "update_interval": 20,
         "target_interval": 10_000,
         "epsilon_finals": (0.1, 0.02),
         "epsilon_probs": (0.5, 0.5),
         "epsilon_steps": 1_000_000,
-        "learning_rate": 3e-4,
         "rms_eps": 1e-5,
+        "rms_initial_square": 1.0,
         "eval_epsilon": 0.01,
     },
     # Vectors, ours: tasks that are learned in minutes.
@@ -106,6 +108,9 @@ class Args(RunArgs):
     """actor-learners; None: one per core"""
     arch: Literal["auto", "nips", "nature", "mlp"] = "auto"
     """network; auto: nips for images, mlp for vectors"""
+    orthogonal_init: bool = False
+    """initial weights are orthogonal, gain √2, in the last layer 0.01, biases 0; else
+    U(±1/√fan_in)"""
     update_interval: int = 5
     """I_AsyncUpdate, steps of a process between its updates"""
     target_interval: int = 40_000
@@ -128,6 +133,8 @@ class Args(RunArgs):
     """decay of RMSProp's mean square g per update"""
     rms_eps: float = 0.1
     """ε inside RMSProp's root"""
+    rms_initial_square: float = 0.0
+    """g at the start; from 0 the first steps are up to 10 times as long as later ones"""
 
 
 # --- network
@@ -138,10 +145,14 @@ def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[
 
 
 class QNetwork(nn.Module):
-    """Q(s, ·; θ). Initial weights are PyTorch's own, U(±1/√fan_in), as were Torch7's."""
+    """Q(s, ·; θ). Initial weights: U(±1/√fan_in), PyTorch's own and Torch7's, or orthogonal."""
 
     def __init__(
-        self, observation_space: spaces.Box, action_space: spaces.Discrete, arch: str
+        self,
+        observation_space: spaces.Box,
+        action_space: spaces.Discrete,
+        arch: str,
+        orthogonal_init: bool = False,
     ) -> None:
         super().__init__()
         self.norm = make_norm(observation_space) if arch == "mlp" else None
@@ -154,7 +165,13 @@ class QNetwork(nn.Module):
         else:  # (n, d) → 200; with ReLU it seldom learns Acrobot
             layers = [nn.Linear(observation_space.shape[0], 200), nn.Tanh()]
         layers.append(nn.Linear(layers[-2].out_features, int(action_space.n)))
-        self.layers = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster
+        self.layers = nn.Sequential(*layers)
+        if orthogonal_init:
+            for layer in layers:
+                if isinstance(layer, nn.Linear | nn.Conv2d):
+                    nn.init.orthogonal_(layer.weight, 0.01 if layer is layers[-1] else math.sqrt(2))
+                    nn.init.zeros_(layer.bias)
+        self.layers.to(memory_format=torch.channels_last)  # faster; orthogonal_ refuses it
 
     def forward(self, obs: Tensor) -> Tensor:
         """(n, 4, 84, 84) uint8 or (n, d) float → (n, n_actions)."""
@@ -404,10 +421,14 @@ def main(argv: list[str] | None = None) -> int:
         args.n_processes = n_cores()
 
     torch.manual_seed(args.seed)
-    model = QNetwork(observations, actions, args.arch)  # θ
+    model = QNetwork(observations, actions, args.arch, args.orthogonal_init)  # θ
     target_model = copy.deepcopy(model)  # θ⁻
     optimizer = RMSProp(
-        model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, initial_square=0.0
+        model.parameters(),
+        args.learning_rate,
+        args.rms_decay,
+        args.rms_eps,
+        args.rms_initial_square,
     )
     reward_scale = RewardScale(args, size=10.0)
 

@@ -22,6 +22,7 @@ import async_q
 import nstep_q
 import paac
 import ppo_batch
+import sarsa
 from common.norm import RewardScale
 from common.vec_env import env_seed
 
@@ -32,7 +33,7 @@ KINDS = ("", "terminated", "truncated")  # how a step may end
 ENDS = [(1, "truncated"), (2, "terminated"), (3, "truncated"), (1, "terminated")]
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 BOTH = pytest.mark.parametrize("trainer", [paac, ppo_batch])
-Q_TRAINERS = [async_q, nstep_q]
+Q_TRAINERS = [async_q, nstep_q, sarsa]
 
 
 # --- for the slow versions: environment, run and agent
@@ -364,9 +365,12 @@ PRESETS = [  # trainer, flags, constants, initial α, ε of the optimiser
     (paac, "--preset short --learning-rate 0.5", {"orthogonal_init": True}, 0.5, 1e-10),
     (paac, "--preset code --n-envs 8", CODE, 0.0056, 0.1),  # α = 0.0007 n_e
     (ppo_batch, "", PFRL, 2.5e-4, 1e-5),
+    (a3c, "", {"orthogonal_init": False, "t_max": 5}, 7e-4, 0.1),
     (a3c, "--preset short", {"orthogonal_init": True, "t_max": 20}, 7e-4, 1e-5),
+    (nstep_q, "", {"orthogonal_init": False, "t_max": 5}, 7e-4, 0.1),
     (nstep_q, "--preset short", {"orthogonal_init": True, "t_max": 20}, 7e-4, 1e-5),
     (async_q, "--preset short", {"orthogonal_init": True}, 7e-4, 1e-5),
+    (sarsa, "--preset short", {"orthogonal_init": True}, 7e-4, 1e-5),
 ]
 
 
@@ -380,7 +384,8 @@ def test_what_main_trains_on_atari(preset: tuple, tmp_path: Path, monkeypatch: A
         optimizer = rest[0][0] if trainer is a3c else rest[trainer in Q_TRAINERS]
         assert args.learning_rate == optimizer.defaults["lr"] == pytest.approx(lr)
         assert optimizer.defaults["eps"] == eps
-        assert all((s["square"] == (trainer is paac)).all() for s in optimizer.state.values())
+        square = float(trainer is paac or args.preset == "short")
+        assert all((s["square"] == square).all() for s in optimizer.state.values())
         run.step = args.total_steps
 
     monkeypatch.setattr(trainer, "train", train)
