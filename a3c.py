@@ -41,7 +41,8 @@ Departures:
   bounds and clipped.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
 - One process a core, where the paper has 16.
-- `--preset short` has the initial weights of OpenAI's baselines, orthogonal, but for an LSTM's.
+- `--preset short` has the initial weights of OpenAI's baselines, orthogonal, but for an LSTM's; g
+  starts from 1 there.
 - Vectors with Discrete actions, the normalisation of observations and of rewards (see
   common/norm.py), `--anneal-entropy` and the presets but for `atari` are ours.
 """

@@ -23,7 +23,7 @@ Where the sources differ or are silent:
 - A process draws its final ε once, from {0.1, 0.01, 0.5} with probabilities {0.4, 0.3, 0.3}.
 - The error is squared as it is, without Huber loss or clipping. Sums over steps are no means.
 - α = 0.0007, ε = 0.1 inside RMSProp's root and a clipping threshold of 40 are A3C's, by e-mail of
-  its author, as public reproductions report it; g starts from 0.
+  its author, as public reproductions report it; g starts from 0, with `--preset short` from 1.
 - As in Algorithm 1, a process goes on counting its 5 steps where an episode ends.
 - Evaluated episodes are played with ε = 0.05 on images, as in ChainerRL (0.01 with `--preset
   short`), and 0 on vectors.
