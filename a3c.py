@@ -41,8 +41,7 @@ Departures:
   bounds and clipped.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
 - One process a core, where the paper has 16.
-- `--preset short` has the initial weights of OpenAI's baselines, orthogonal, but for an LSTM's; g
-  starts from 1 there.
+- `--preset short` has the initial weights of OpenAI's baselines, orthogonal, but for an LSTM's.
 - Vectors with Discrete actions, the normalisation of observations and of rewards (see
   common/norm.py), `--anneal-entropy` and the presets but for `atari` are ours.
 """
@@ -75,13 +74,7 @@ from common.vec_env import env_seed, make_vec_env
 PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
     # Atari on few cores, ours.
-    "short": {
-        "total_steps": 8_000_000,
-        "orthogonal_init": True,
-        "t_max": 20,
-        "rms_eps": 1e-5,
-        "rms_initial_square": 1.0,
-    },
+    "short": {"total_steps": 8_000_000, "orthogonal_init": True, "t_max": 20, "rms_eps": 1e-5},
     # Vectors, ours. With a small ε each weight's step is about α, whatever the size of gradients. β
     # keeps the policy open for half of training, and leaves α, which falls, the rest to sharpen it.
     "vector": {
@@ -149,8 +142,6 @@ class Args(RunArgs):
     """decay of RMSProp's mean square g per update, and of momentum SGD's mean gradient"""
     rms_eps: float = 0.1
     """ε inside RMSProp's root"""
-    rms_initial_square: float = 0.0
-    """g at the start; from 0 the first steps are up to 10 times as long as later ones"""
 
 
 # --- network
@@ -502,8 +493,7 @@ def train(
 
 def make_optimizers(args: Args, model: nn.Module) -> list[RMSProp | MomentumSGD]:
     """One whose statistics all processes share, or one for each process."""
-    constants = args.learning_rate, args.rms_decay, args.rms_eps, args.rms_initial_square
-    make = RMSProp
+    make, constants = RMSProp, (args.learning_rate, args.rms_decay, args.rms_eps, 0.0)
     if args.optimizer == "momentum-sgd":
         make, constants = MomentumSGD, constants[:2]
     n = 1 if args.optimizer == "shared-rmsprop" else args.n_processes

@@ -23,7 +23,7 @@ Where the sources differ or are silent:
 - A process draws its final ε once, from {0.1, 0.01, 0.5} with probabilities {0.4, 0.3, 0.3}.
 - The error is squared as it is, without Huber loss or clipping. Sums over steps are no means.
 - α = 0.0007, ε = 0.1 inside RMSProp's root and a clipping threshold of 40 are A3C's, by e-mail of
-  its author, as public reproductions report it; g starts from 0, with `--preset short` from 1.
+  its author, as public reproductions report it; g starts from 0.
 - θ⁻ is copied from the shared θ, not from a snapshot.
 - Evaluated episodes are played with ε = 0.05 on images, as in ChainerRL (0.01 with `--preset
   short`), and 0 on vectors.
@@ -72,7 +72,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "epsilon_probs": (0.5, 0.5),
         "epsilon_steps": 1_000_000,
         "rms_eps": 1e-5,
-        "rms_initial_square": 1.0,
         "eval_epsilon": 0.01,
     },
     # Vectors, ours: tasks that are learned in minutes.
@@ -128,8 +127,6 @@ class Args(RunArgs):
     """decay of RMSProp's mean square g per update"""
     rms_eps: float = 0.1
     """ε inside RMSProp's root"""
-    rms_initial_square: float = 0.0
-    """g at the start; from 0 the first steps are up to 10 times as long as later ones"""
 
 
 # --- network
@@ -421,11 +418,7 @@ def main(argv: list[str] | None = None) -> int:
     model = QNetwork(observations, actions, args.arch, args.orthogonal_init)  # θ
     target_model = copy.deepcopy(model)  # θ⁻
     optimizer = RMSProp(
-        model.parameters(),
-        args.learning_rate,
-        args.rms_decay,
-        args.rms_eps,
-        args.rms_initial_square,
+        model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, initial_square=0.0
     )
     reward_scale = RewardScale(args)
 

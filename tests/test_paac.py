@@ -382,12 +382,12 @@ def test_what_main_trains_on_atari(preset: tuple, tmp_path: Path, monkeypatch: A
         optimizer = rest[0][0] if trainer is a3c else rest[trainer in Q_TRAINERS]
         assert args.learning_rate == optimizer.defaults["lr"] == pytest.approx(lr)
         assert optimizer.defaults["eps"] == eps
-        assert all((s["square"] == 1).all() for s in optimizer.state.values())  # but for Adam
+        square = trainer not in (a3c, nstep_q)
+        assert all((s["square"] == square).all() for s in optimizer.state.values())
         run.step = args.total_steps
 
     monkeypatch.setattr(trainer, "train", train)
-    flags = [*flags.split(), "--run-dir", str(tmp_path / "run"), "--eval-episodes", "0"]
-    assert trainer.main(flags) == 0
+    assert trainer.main(f"{flags} --run-dir {tmp_path}/run --eval-episodes 0".split()) == 0
 
 
 # --- Algorithm 1 as a whole
