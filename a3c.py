@@ -81,7 +81,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "total_steps": 1_000_000,
         "t_max": 20,
         "learning_rate": 1.4e-3,
-        "entropy_coef": 0.03,
+        "entropy_coef": 0.05,
         "anneal_entropy": True,
         "rms_eps": 1e-5,
     },
