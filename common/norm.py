@@ -59,9 +59,9 @@ def make_norm(space: spaces.Box) -> RunningNorm | None:
 class RewardScale(nn.Module):
     """Rewards to learn from, as --rewards says: r clipped to ±1, r / σ clipped to ±10 size, or r.
 
-    (size σ)² is the mean of R² over all steps since the start of training, where R ← γ R + r is the
-    discounted return so far of a step's episode. Gymnasium's NormalizeReward has the variance of R,
-    which is too small where all returns are alike.
+    (size σ)² is the mean of G² over all steps t since the start of training, G = Σ_k γ^k r_{t+k}
+    the return of a step's episode, as far as it is known. Gymnasium's NormalizeReward takes the
+    return so far, which is 0 until the last step where that alone is rewarded: σ is too small then.
 
     Args:
         args: a trainer's, of which `rewards`, `env_id` and `gamma` count.
@@ -76,15 +76,19 @@ class RewardScale(nn.Module):
             self.how = "clip" if is_atari(find_spec(args.env_id)) else "scale"
         self.limit = {"clip": 1.0, "scale": 10 * size, "raw": math.inf}[self.how]
         self.gamma, self.size = args.gamma, size
-        self.R: Any = 0.0  # of each environment of this process
-        self.seen = np.zeros(2)  # Σ1 and ΣR² since the last update
+        # Σ_t γ^(T-t) G_t and Σ_t γ^2(T-t) over the steps t of an episode, of each environment
+        self.returns: Any = 0.0
+        self.weights: Any = 0.0
+        self.seen = np.zeros(2)  # Σ1 and ΣG² since the last update
         self.register_buffer("sums", torch.zeros(2, dtype=torch.float64))  # of all steps
 
     def see(self, rewards: np.ndarray, dones: np.ndarray) -> None:
-        """Take note of a step of all environments, (n_envs,) each."""
-        self.R = self.gamma * self.R + rewards
-        self.seen += rewards.size, self.R @ self.R
-        self.R *= ~dones
+        """Take note of step T of all environments, (n_envs,) each: each G_t grows by γ^(T-t) r."""
+        self.returns = self.gamma * self.returns
+        self.weights = self.gamma**2 * self.weights + 1
+        self.seen += rewards.size, (rewards * (2 * self.returns + rewards * self.weights)).sum()
+        self.returns = (self.returns + rewards * self.weights) * ~dones
+        self.weights = self.weights * ~dones
 
     def update(self) -> np.ndarray:
         """Add what has been seen, under torchrun by all ranks, and return what was added, (2,)."""

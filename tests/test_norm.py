@@ -16,17 +16,17 @@ def reward_scale(gamma, rewards="scale", env_id="", size=1.0):
 
 
 def test_reward_scale_by_hand():
-    """R is 1, 2 + 1/2 and, in a new episode, 4; in the other environment 0, -2 and -2 - 1."""
+    """G is 1 + 2/2, 2 and, in a new episode, 4; in the other environment -1 - 1/2, -2 - 1, -2."""
     scale = reward_scale(0.5)
     for rewards, dones in (([1, 0], [0, 0]), ([2, -2], [1, 0]), ([4, -2], [0, 0])):
         scale.see(np.array(rewards, float), np.array(dones, bool))
     assert scale.sigma == 1  # until they are added
-    assert scale.update().tolist() == [6, 1 + 6.25 + 16 + 4 + 9]
-    sigma = math.sqrt(36.25 / 6)
+    assert scale.update().tolist() == [6, 4 + 4 + 16 + 2.25 + 9 + 4]
+    sigma = math.sqrt(39.25 / 6)
     assert scale.sigma == pytest.approx(sigma)
     assert scale(torch.tensor([3.0, 99.0])).tolist() == pytest.approx([3 / sigma, 10])
     scale.add(np.array([2, 4.0]))  # of another process
-    assert scale.sigma == pytest.approx(math.sqrt(40.25 / 8))
+    assert scale.sigma == pytest.approx(math.sqrt(43.25 / 8))
     for rewards, learned in (("clip", [0.5, -1]), ("raw", [0.5, -700]), ("scale", [0.1, -50])):
         other = reward_scale(0.5, rewards, size=5.0)
         other.add(np.array([4, 2500.0]))  # σ = 25 / 5
