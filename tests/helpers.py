@@ -10,6 +10,7 @@ import time
 import types
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
@@ -131,3 +132,11 @@ def run_script(argv, folder, ready):
     main.__file__ = argv[0]
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     exec(compile(path.read_text(), path, "exec"), vars(main))
+
+
+def returns_of(rewards, ends, gamma):
+    """Σ_k γ^k r_{t+k} of every step t, up to an end or the last reward."""
+    G, found = 0.0, []
+    for reward, end in zip(reversed(rewards), reversed(ends), strict=True):
+        found.append(G := reward + (0.0 if end else gamma * G))
+    return np.array(found[::-1])

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from gymnasium import spaces
 
 import apex
+from tests.helpers import returns_of
 
 IMAGE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
 SMALL_IMAGE = spaces.Box(0, 255, (4, 3, 2), np.uint8)  # the memory takes frames of any size
@@ -287,7 +288,8 @@ def test_actor_against_whole_episodes(image, epsilon):
             t += len(episode.actions)
             q_values = [q_of(k // 7, x) for k, x in zip(times, obs, strict=True)]
             whole = {"obs": obs, "rewards": learned, "q_values": q_values}
-            stream += slow_transitions(SimpleNamespace(**vars(episode) | whole), 3, 0.9)
+            whole = SimpleNamespace(**vars(episode) | whole)
+            stream += slow_transitions(whole, args.n_step, args.gamma)
             frames += episode.obs if episode.kind == "truncated" else episode.obs[:-1]
             greedy += [q[a] == max(q) for q, a in zip(q_values, episode.actions, strict=False)]
         assert t == n_steps and len(chunks) == len(frames) // 8
@@ -305,12 +307,12 @@ def test_actor_against_whole_episodes(image, epsilon):
             replay.add(chunk)
             slow.add(chunk.env, transitions, chunk.priorities)
     n, squares = sum(chunk.reward_sums for chunks in sent.values() for chunk, _ in chunks)
-    returns = [
-        sum(args.gamma ** (t - i) * episode.rewards[i] for i in range(t + 1))
-        for walk in Walk.walks
-        for t, episode in [(t, x) for x in walk for t in range(len(x.actions))][: int(n) // 2]
-    ]
-    assert n > 2 * n_steps - 20 and squares == pytest.approx(np.square(returns).sum(), rel=1e-4)
+    G = []
+    for walk in Walk.walks:
+        steps = [(r, t == len(x.rewards)) for x in walk for t, r in enumerate(x.rewards, 1)]
+        steps = steps[: int(n) // 2]
+        G.extend(returns_of(*zip(*steps, strict=True), args.gamma))
+    assert n > 2 * n_steps - 20 and squares == pytest.approx(np.square(G).sum(), rel=1e-4)
     batch = replay.sample()
     check_batch(batch, slow.found(batch), slow)
     assert replay.size == len(slow.rows())
@@ -536,7 +538,7 @@ def train(folder, *flags):
 
 def test_learner_and_resume(monkeypatch, tmp_path):
     watch, folder = Watch(monkeypatch), tmp_path / "run"
-    assert train(["--run-dir", folder], "--total-steps", 700, "--replay-ratio", 1.5) == 0
+    assert train(["--run-dir", folder], "--total-steps", 720, "--replay-ratio", 1.5) == 0
     for n, n_updates in watch.n_updates:  # all that was due was learned before more was taken
         assert n_updates == max(0, int(1.5 * (n - 80) / 16))
     n_updates = watch.events.count("update")
@@ -548,7 +550,7 @@ def test_learner_and_resume(monkeypatch, tmp_path):
     for k, target in enumerate(watch.targets):
         assert same(target, watch.models[k - k % 7])
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["steps"] == watch.n >= 700 > watch.n_updates[-1][0]
+    assert summary["steps"] == watch.n >= 720 > watch.n_updates[-1][0]
     assert summary["episodes"] == watch.n_episodes > 20
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
     assert state["updates"] == n_updates and same(watch.targets[-1], state["target_model"])

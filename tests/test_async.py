@@ -21,6 +21,7 @@ import async_q
 import nstep_q
 import sarsa
 from tests.async_envs import Walk
+from tests.helpers import returns_of
 
 IMAGE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
 VECTOR = spaces.Box(-10, 10, (3,), np.float32)
@@ -326,7 +327,7 @@ class Slow:
             for state in (initial, target or initial)
         )
         self.theta, self.target = leaf(initial), leaf(target)
-        self.seen, self.squares = [], []  # observations, and R² of every step
+        self.seen, self.known = [], {}  # observations; of each walk, how many rewards
         self.statistics = {name: torch.zeros_like(p) for name, p in self.theta.items()}
         self.norms, self.updates, self.copies = [], [], []  # of updates; T of updates and copies
 
@@ -346,14 +347,16 @@ class Slow:
 
     def rewards(self, walk, first, end):
         """Those of the steps `first` to `end` of a process, which are known from now on."""
-        for k in range(first, end):
-            episode = max([i + 1 for i in range(k) if walk.kinds[i]], default=0)
-            R = sum(self.args.gamma ** (k - i) * walk.rewards[i] for i in range(episode, k + 1))
-            self.squares.append(R**2)
+        self.known[id(walk)] = walk, end
         raw = np.array(walk.rewards[first:end])
         if self.args.rewards == "clip":
             return raw.clip(-1, 1).tolist()
-        return (self.size * (raw / math.sqrt(np.mean(self.squares))).clip(-10, 10)).tolist()
+        return (self.size * (raw / math.sqrt(np.mean(self.squares()))).clip(-10, 10)).tolist()
+
+    def squares(self):
+        """G² of every step, from the rewards that are known."""
+        parts = ((x.rewards[:n], x.kinds[:n], self.args.gamma) for x, n in self.known.values())
+        return np.concatenate([returns_of(*part) for part in parts]) ** 2
 
     def check(self, call, outputs, action, steps=()):
         """An action was drawn from these outputs, with ε at one of these T, if that was watched."""
@@ -507,7 +510,7 @@ def check_statistics(made, slow):
             continue
         for x, y in zip((model.norm.mean, model.norm.std), params.norm, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
-    expected = len(slow.squares), sum(slow.squares)
+    expected = len(slow.squares()), sum(slow.squares())
     np.testing.assert_allclose(made.rest[-1].sums, expected, rtol=1e-5)
 
 

@@ -25,6 +25,7 @@ import ppo_batch
 import sarsa
 from common.norm import RewardScale
 from common.vec_env import env_seed
+from tests.helpers import returns_of
 
 IMAGE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
 VECTOR = spaces.Box(-10, 10, (3,), np.float32)
@@ -161,14 +162,8 @@ class SlowAgent:
         """What stands for the rewards of a walk before step `end`."""
         if self.args.rewards == "clip":
             return [min(max(r, -1.0), 1.0) for r in walk["reward"][:end]]
-        squares = []
-        for other in walks:
-            R = 0.0
-            for reward, kind in zip(other["reward"][:end], other["end"], strict=False):
-                R = self.args.gamma * R + reward
-                squares.append(R * R)
-                R = 0.0 if kind else R
-        sigma = math.sqrt(sum(squares) / len(squares))
+        G = [returns_of(x["reward"][:end], x["end"][:end], self.args.gamma) for x in walks]
+        sigma = math.sqrt(np.square(G).mean())
         return [min(max(r / sigma, -10.0), 10.0) for r in walk["reward"][:end]]
 
     def clipped_gradient(self, loss: Tensor) -> tuple[dict[str, Tensor], float]:
