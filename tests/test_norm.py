@@ -46,19 +46,6 @@ def test_rewards_of_zero_and_beyond_numbers():
     assert scale.sums.tolist() == [2, 0]
 
 
-@pytest.mark.parametrize("size", [0.01, 100])
-def test_what_is_learned_from_does_not_depend_on_the_size(size):
-    learned = []
-    for factor in (1, size):
-        scale, rng = reward_scale(0.99), np.random.default_rng(0)
-        for _ in range(50):
-            rewards = rng.normal(size=4)
-            scale.see(factor * rewards, rng.random(4) < 0.1)
-            scale.update()
-            learned.append(scale(factor * rewards))
-    np.testing.assert_allclose(learned[:50], learned[50:], rtol=1e-6)
-
-
 def test_what_a_process_overwrites_costs_little():
     """Observations of 300 ± 1, and one update in ten is lost in one of the sums."""
     norm, rng = RunningNorm(1), np.random.default_rng(0)
