@@ -115,7 +115,9 @@ def main() -> None:
                     print(f"{run_dir} ended with {process.returncode}", file=sys.stderr)
                 elif args.add:
                     variant = ["--variant", "short"] if args.suite == "pong" else []
-                    subprocess.run([*add, str(run_dir), *variant], check=True)
+                    # pinned as the run was, for the number of cores
+                    pin = functools.partial(os.sched_setaffinity, 0, cores)
+                    subprocess.run([*add, str(run_dir), *variant], check=True, preexec_fn=pin)
         time.sleep(0.2)
 
 
