@@ -23,7 +23,7 @@ Where the sources differ or are silent:
 - The network is the small one of the supplement (sec. 8). The main text has the larger one of Mnih
   et al. 2015 for its 57 games (`--arch nature`).
 - t_max = 5 (supplement; the author wrote 20 to others). α = 0.0007, ε = 0.1 and a clipping
-  threshold of 40 are the author's by e-mail, as public reproductions report it; g starts from 0.
+  threshold of 40 are public reproductions' report of the author's e-mail; g starts from 0.
 - The squared value error has the coefficient 0.25, where the formulas have 1: the author halved the
   critic's learning rate, and the reproductions have a coefficient.
 - The loss has the entropy of sec. 4, which Algorithm S3 leaves out. Gradients are summed

@@ -20,7 +20,7 @@ draws batches in proportion to the priorities and writes new priorities back:
     python apex.py --ray auto                                       # actors on a Ray cluster
 
 Where the sources differ or are silent:
-- The "400 frames" between two fetches of θ are 100 steps, the 50,000 before learning transitions.
+- The 400 frames between two fetches of θ are 100 steps; learning starts after 50,000 transitions.
 - ε_i is 0.4 where there is only one environment.
 - Initial priorities use max_a Q of the actor's own θ, and the same exponent as later ones.
 - A priority is (|δ| + 1e-6)^0.6; the paper does not say that anything is added.
@@ -41,15 +41,15 @@ Departures:
   over all of them only where actors are about as fast as each other: the ring of a faster one
   overwrites its own oldest transitions.
 - Batches are drawn when they are needed, not ahead.
-- The learner takes transitions between two updates. An actor waits when 2 chunks of each of its
-  environments have not been taken; the paper never blocks it.
+- The learner takes transitions between two updates. An actor waits while 2 chunks for each
+  of its environments have not been taken; the paper never blocks it.
 - The learner publishes θ every 10 updates, so what an actor fetches may be 10 updates old; with
   `--ray`, what it acts on for 100 steps is the θ of 100 steps earlier.
 - `--replay-ratio` holds actors and learner to a ratio; in the paper both run free, at about 0.78.
 - 50 million steps are 200 million frames; the paper has 22.8 billion.
 - The paper has no vectors: the MLP, the normalisation of observations and of rewards (to returns of
   size 10, see common/norm.py), `--anneal-lr` and the presets but for `atari` are ours. Returns of n
-  steps are divided by σ, not clipped; for initial priorities an actor has the σ of its own rewards.
+  steps are divided by σ and not clipped. Initial priorities have the σ of the actor's own rewards.
 - For images the convolutions run in bfloat16 on CPUs that have AVX512_BF16 (`--bfloat16 off`), and
   convolutions on CUDA are TF32; everything else is float32.
 

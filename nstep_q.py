@@ -18,12 +18,12 @@ RMSProp's g is shared as well.
     python nstep_q.py --evaluate runs/... --record                  # 30 episodes and a GIF
 
 Where the sources differ or are silent:
-- I_target = 40,000 and the 4 million frames over which ε falls are agent steps of all processes; as
-  frames of the game they are `--target-interval 10000 --epsilon-steps 1000000`.
+- I_target = 40,000 and the 4 million frames over which ε falls are agent steps of all processes.
+  If frames of the game are meant, type `--target-interval 10000 --epsilon-steps 1000000`.
 - A process draws its final ε once, from {0.1, 0.01, 0.5} with probabilities {0.4, 0.3, 0.3}.
-- The error is squared as it is, without Huber loss or clipping. Sums over steps are no means.
-- α = 0.0007, ε = 0.1 inside RMSProp's root and a clipping threshold of 40 are A3C's, by e-mail of
-  its author, as public reproductions report it; g starts from 0.
+- The error is squared as it is, without Huber loss or clipping, and summed over the steps.
+- α = 0.0007, ε = 0.1 inside RMSProp's root and a clipping threshold of 40 are A3C's: public
+  reproductions report them from its author's e-mail. g starts from 0.
 - θ⁻ is copied from the shared θ, not from a snapshot.
 - Evaluated episodes are played with ε = 0.05 on images, as in ChainerRL (0.01 with `--preset
   short`), and 0 on vectors.

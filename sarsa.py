@@ -19,12 +19,12 @@ RMSProp's g is shared as well.
     python sarsa.py --evaluate runs/... --record                    # 30 episodes and a GIF
 
 Where the sources differ or are silent:
-- I_target = 40,000 and the 4 million frames over which ε falls are agent steps of all processes; as
-  frames of the game they are `--target-interval 10000 --epsilon-steps 1000000`.
+- I_target = 40,000 and the 4 million frames over which ε falls are agent steps of all processes.
+  If frames of the game are meant, type `--target-interval 10000 --epsilon-steps 1000000`.
 - A process draws its final ε once, from {0.1, 0.01, 0.5} with probabilities {0.4, 0.3, 0.3}.
-- The error is squared as it is, without Huber loss or clipping. Sums over steps are no means.
-- α = 0.0007, ε = 0.1 inside RMSProp's root and a clipping threshold of 40 are A3C's, by e-mail of
-  its author, as public reproductions report it; g starts from 0, with `--preset short` from 1.
+- The error is squared as it is, without Huber loss or clipping, and summed over the steps.
+- α = 0.0007, ε = 0.1 inside RMSProp's root and a clipping threshold of 40 are A3C's: public
+  reproductions report them from its author's e-mail. g starts from 0, with `--preset short` from 1.
 - As in Algorithm 1, a process goes on counting its 5 steps where an episode ends.
 - Evaluated episodes are played with ε = 0.05 on images, as in ChainerRL (0.01 with `--preset
   short`), and 0 on vectors.
@@ -134,7 +134,7 @@ class Args(RunArgs):
     rms_eps: float = 0.1
     """ε inside RMSProp's root"""
     rms_initial_square: float = 0.0
-    """g at the start; from 0 the first steps are up to 10 times as long as later ones"""
+    """g at the start; from 0, with a small rms_eps, first steps are up to 10 times as long"""
 
 
 # --- network
@@ -188,7 +188,7 @@ class QNetwork(nn.Module):
 def sarsa_targets(
     rewards: Tensor, terminated: Tensor, next_q_values: Tensor, gamma: float
 ) -> Tensor:
-    """y = r + γ Q(s', a'; θ⁻), or r after the last step (sec. 4), (t,).
+    """y = r + γ Q(s', a'; θ⁻), or r after a termination (sec. 4), (t,).
 
     Args: (t,), (t,) bool, and (t,) Q-values of the actions a' that are taken next.
     """

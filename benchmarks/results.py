@@ -284,9 +284,7 @@ def main() -> None:
         return [(env_id, "million steps", trainers) for env_id in env_ids]
 
     every = list(COLOURS)
-    short = [name for name in every if "_short_" in find(runs, name, ATARI("Pong"))[0]["curve"]]
-    for name, trainers in (("pong", every), ("pong_short", short)):
-        picture(runs, name, [(ATARI("Pong"), x, trainers) for x in ("million steps", "hours")], 2)
+    picture(runs, "pong", [(ATARI("Pong"), x, every) for x in ("million steps", "hours")], 2)
     picture(runs, "atari", panels([ATARI(game) for game in PAAC], ["paac"]), 4)
     picture(runs, "small", panels(SMALL, every), 5)
     picture(runs, "mujoco", panels(MUJOCO, ["paac", "a3c", "ppo_batch"]), 3)

@@ -16,11 +16,11 @@ from common.vec_env import find_spec
 
 
 class RunningNorm(nn.Module):
-    """(x - mean) / √(var + eps), clipped to ±clip: what /255 is for images, for vectors.
+    """(x - mean) / √(var + eps), clipped to ±clip, for vectors what /255 is for images.
 
     Mean and (population) variance are those of all vectors that `update` has seen, since the start
-    of training. Hogwild's processes add to the sums without a lock. Where one of them loses what
-    another has added, little is lost, as the first vector c is taken off before x is squared.
+    of training. Hogwild's processes add to the sums without a lock and may lose each other's
+    vectors, which changes little, as the first vector c is taken off before x is squared.
     """
 
     def __init__(self, size: int, eps: float = 1e-8, clip: float = 10.0) -> None:
@@ -49,19 +49,20 @@ class RunningNorm(nn.Module):
 
 
 def make_norm(space: spaces.Box) -> RunningNorm | None:
-    """For vectors that are not within ±1 by their bounds already, as one-hot ones are.
+    """One for vectors whose bounds go beyond ±1, else None.
 
-    Dividing those by their deviation would enlarge states that are seldom seen.
+    A one-hot vector divided by its deviation would enlarge states that are seldom seen.
     """
     return RunningNorm(space.shape[0]) if max(-space.low.min(), space.high.max()) > 1 else None
 
 
 class RewardScale(nn.Module):
-    """Rewards to learn from, as --rewards says: r clipped to ±1, r / σ clipped to ±10 size, or r.
+    """Rewards to learn from, as --rewards says: r clipped to ±1, r / σ clipped to ±10·size, or r.
 
-    (size σ)² is the mean of G² over all steps t since the start of training, G = Σ_k γ^k r_{t+k}
-    the return of a step's episode, as far as it is known. Gymnasium's NormalizeReward takes the
-    return so far, which is 0 until the last step where that alone is rewarded: σ is too small then.
+    σ = √(mean of G_t²) / size, over all steps t since the start of training. G_t = Σ_k γ^k r_{t+k}
+    is the return from step t to the end of its episode, or as far as it has come. Gymnasium's
+    NormalizeReward takes the return up to step t. Where the last step alone is rewarded, that is 0
+    at all steps before it, and σ too small.
 
     Args:
         args: a trainer's, of which `rewards`, `env_id` and `gamma` count.
@@ -83,7 +84,10 @@ class RewardScale(nn.Module):
         self.register_buffer("sums", torch.zeros(2, dtype=torch.float64))  # of all steps
 
     def see(self, rewards: np.ndarray, dones: np.ndarray) -> None:
-        """Take note of step T of all environments, (n_envs,) each: each G_t grows by γ^(T-t) r."""
+        """Take note of step T of all environments, (n_envs,) each.
+
+        Each G_t grows by γ^(T-t) r, and so Σ_t G_t² by r (2 Σ_t γ^(T-t) G_t + r Σ_t γ^2(T-t)).
+        """
         self.returns = self.gamma * self.returns
         self.weights = self.gamma**2 * self.weights + 1
         self.seen += rewards.size, (rewards * (2 * self.returns + rewards * self.weights)).sum()
@@ -106,7 +110,9 @@ class RewardScale(nn.Module):
     @property
     def sigma(self) -> float:
         n, squares = self.sums.tolist()
-        return max(math.sqrt(squares / n), 1e-8) / self.size if self.how == "scale" and n else 1.0
+        if self.how != "scale" or not n:
+            return 1.0
+        return math.sqrt(max(squares / n, 1e-16)) / self.size  # Hogwild may lose sums, hence < 0
 
     def forward(self, rewards: Any) -> Any:
         """An array or a tensor of raw rewards → those to learn from."""

@@ -36,8 +36,8 @@ class RunArgs:
     env_kwargs: str = "{}"
     """JSON: keyword arguments for the environment"""
     rewards: Literal["auto", "clip", "scale", "raw"] = "auto"
-    """learn from rewards clipped to [-1, 1], divided by the size of the returns so far (see
-    common/norm.py), or as they are; auto: clip on Atari, else scale"""
+    """learn from rewards clipped to [-1, 1], divided by the size of returns (common/norm.py), or as
+    they are; auto: clip on Atari, else scale"""
     run_dir: str | None = None
     """a new folder; None: runs/<env-id>__<script>__<seed>__<time>"""
     checkpoint_interval: int = 250_000
@@ -47,7 +47,7 @@ class RunArgs:
     evaluate: str | None = None
     """run directory to evaluate; trains nothing"""
     eval_episodes: int = 30
-    """episodes to evaluate when training ends, all in parallel; 0: none"""
+    """episodes to evaluate, after training or with --evaluate, all in parallel; 0: none"""
     record: bool = False
     """write agent.gif of one more episode into the run directory"""
 
