@@ -110,9 +110,7 @@ class RewardScale(nn.Module):
     @property
     def sigma(self) -> float:
         n, squares = self.sums.tolist()
-        if self.how != "scale" or not n:
-            return 1.0
-        return math.sqrt(max(squares / n, 1e-16)) / self.size  # Hogwild may lose sums, hence < 0
+        return math.sqrt(max(squares / n, 1e-16)) / self.size if self.how == "scale" and n else 1.0
 
     def forward(self, rewards: Any) -> Any:
         """An array or a tensor of raw rewards → those to learn from."""
