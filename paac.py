@@ -80,10 +80,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     # keeps the policy open for half of training, and leaves α, which falls, the rest to sharpen it.
     "vector": {
         "total_steps": 1_000_000,
-        "n_envs": 8,
-        "t_max": 10,
-        "learning_rate": 3e-3,
-        "entropy_coef": 0.03,
+        "n_envs": 4,
+        "t_max": 20,
+        "learning_rate": 1.4e-3,
+        "entropy_coef": 0.05,
         "anneal_entropy": True,
         "rms_eps": 1e-5,
     },
