@@ -9,7 +9,7 @@ One policy acts in n_e environments at once. After t_max steps of all of them, o
     g ← 0.99 g + 0.01 d²,    θ ← θ - α d / √(g + ε),    α = 0.0007 n_e (1 - N / N_max)
 
     python paac.py --n-envs 32                                      # Pong from pixels
-    python paac.py --env-id CartPole-v1 --total-steps 200_000       # half a minute
+    python paac.py --env-id CartPole-v1 --total-steps 200_000       # less than a minute
     python paac.py --resume runs/...                                # go on after an interruption
     python paac.py --evaluate runs/... --record                     # 30 episodes and a GIF
     torchrun --nproc-per-node 2 paac.py --n-envs 32                 # two processes, or GPUs
@@ -29,7 +29,8 @@ Departures:
   in the first stack, truncation after half an hour.
 - The paper has no vectors and no continuous actions. The MLP, the normalisation of observations and
   of rewards (see common/norm.py), the Gaussian, `--anneal-entropy` and the presets `vector`,
-  `continuous` and `short` are ours. Box actions are mapped from [-1, 1] to their bounds.
+  `continuous` and `short` are ours. Box actions are mapped from [-1, 1] to their bounds and
+  clipped; the Gaussian's mean is a tanh.
 - `--preset short` has orthogonal initial weights, those of OpenAI's baselines.
 - For images the trunk runs in bfloat16 on CPUs that have AVX512_BF16 (`--bfloat16 off`), and
   convolutions on CUDA are TF32; everything else is float32.
@@ -174,6 +175,8 @@ class ActorCritic(nn.Module):
     ) -> None:
         super().__init__()
         self.discrete = isinstance(action_space, spaces.Discrete)
+        # Actions beyond their bounds are clipped, so that means there no longer learn.
+        self.squash = not self.discrete and action_space.is_bounded()
         self.bfloat16 = bfloat16
         n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape)
         if arch == "mlp":
@@ -203,7 +206,7 @@ class ActorCritic(nn.Module):
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Observations (n, 4, 84, 84) uint8 or (n, d) float → outputs of π and values (n,).
 
-        Outputs of π: logits (n, n_actions), or means (n, action_dim).
+        Outputs of π: logits (n, n_actions), or means (n, action_dim), within ±1 for bounded Box.
         """
         if obs.dtype == torch.uint8:
             dtype = torch.bfloat16 if self.bfloat16 else torch.float32
@@ -213,7 +216,8 @@ class ActorCritic(nn.Module):
             hidden = hidden.float()
         else:
             hidden = self.trunk(obs)
-        return self.policy(hidden), self.value(hidden).squeeze(-1)
+        outputs = self.policy(hidden)
+        return outputs.tanh() if self.squash else outputs, self.value(hidden).squeeze(-1)
 
     def sample(self, outputs: Tensor) -> Tensor:
         """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim) → (n, action_dim)."""

@@ -228,23 +228,27 @@ def test_initial_parameters_are_uniform_within_their_bounds_or_orthogonal(arch: 
         assert stretches.numpy() == pytest.approx(gain, rel=1e-4)
 
 
-NETWORKS = [(paac, "nips"), (paac, "nature"), (ppo_batch, "nips"), (ppo_batch, "nature")]
-
-
-@pytest.mark.parametrize("network", NETWORKS)
-def test_network_for_images_against_plain_convolutions(network: tuple) -> None:
-    model = actor_critic(*network)
+@BOTH
+@pytest.mark.parametrize("arch", ["nips", "nature"])
+def test_network_for_images_against_plain_convolutions(trainer: Any, arch: str) -> None:
+    model = actor_critic(trainer, arch)
     for layer in layers_of(model):
         nn.init.normal_(layer.bias, std=0.1)
     obs = torch.randint(0, 256, (3, 4, 84, 84), dtype=torch.uint8)
     logits, values = model(obs)
     params = iter([p.detach().contiguous() for p in model.parameters()])
     x = obs.float() / 255
-    for stride in (4, 2) if network[1] == "nips" else (4, 2, 1):
+    for stride in (4, 2) if arch == "nips" else (4, 2, 1):
         x = F.relu(F.conv2d(x, next(params), next(params), stride))
     x = F.relu(F.linear(x.reshape(3, -1), next(params), next(params)))
     torch.testing.assert_close(logits, F.linear(x, next(params), next(params)), **CLOSE)
     torch.testing.assert_close(values, F.linear(x, next(params), next(params))[:, 0], **CLOSE)
+
+
+def test_means_of_bounded_actions_lie_within_their_bounds() -> None:
+    obs, bounds = torch.randn(5, 3), spaces.Box(-2, 2, (2,))  # mapped from ±1
+    bounded, free = (actor_critic(paac, "mlp", x)(obs)[0] for x in (bounds, BOX_ACTIONS))
+    torch.testing.assert_close(bounded, free.tanh())
 
 
 @BOTH
