@@ -30,7 +30,7 @@ Departures:
 - The paper has no vectors and no continuous actions. The MLP, the normalisation of observations and
   of rewards (see common/norm.py), the Gaussian, `--anneal-entropy` and the presets `vector`,
   `continuous` and `short` are ours. Box actions are mapped from [-1, 1] to their bounds and
-  clipped; the Gaussian's mean is a tanh.
+  clipped. Where all are bounded, the Gaussian's mean is a tanh.
 - `--preset short` has orthogonal initial weights, those of OpenAI's baselines.
 - For images the trunk runs in bfloat16 on CPUs that have AVX512_BF16 (`--bfloat16 off`), and
   convolutions on CUDA are TF32; everything else is float32.
@@ -175,7 +175,7 @@ class ActorCritic(nn.Module):
     ) -> None:
         super().__init__()
         self.discrete = isinstance(action_space, spaces.Discrete)
-        # Actions beyond their bounds are clipped, so that means there no longer learn.
+        # Means beyond the bounds would no longer learn, as actions are clipped there.
         self.squash = not self.discrete and action_space.is_bounded()
         self.bfloat16 = bfloat16
         n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape)
@@ -206,7 +206,7 @@ class ActorCritic(nn.Module):
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Observations (n, 4, 84, 84) uint8 or (n, d) float → outputs of π and values (n,).
 
-        Outputs of π: logits (n, n_actions), or means (n, action_dim), within ±1 for bounded Box.
+        Outputs of π: logits (n, n_actions), or means (n, action_dim), within ±1 if bounded.
         """
         if obs.dtype == torch.uint8:
             dtype = torch.bfloat16 if self.bfloat16 else torch.float32
