@@ -75,8 +75,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "atari": {},
     # Atari on few cores, ours.
     "short": {"total_steps": 8_000_000, "orthogonal_init": True, "t_max": 20, "rms_eps": 1e-5},
-    # Vectors, ours. With a small ε each weight's step is about α, whatever the size of gradients. β
-    # keeps the policy open for half of training, and leaves α, which falls, the rest to sharpen it.
+    # Vectors, ours. With a small ε each weight's step comes to about α, whatever the size of
+    # gradients. β is zero in the second half, where the falling α sharpens the policy.
     "vector": {
         "total_steps": 1_000_000,
         "t_max": 20,

@@ -50,8 +50,8 @@ Departures:
 - The paper has no vectors: the MLP, the normalisation of observations and of rewards (to returns of
   size 10, see common/norm.py), `--anneal-lr` and the presets but for `atari` are ours. Returns of n
   steps are divided by σ and not clipped. Initial priorities have the σ of the actor's own rewards.
-- For images the convolutions run in bfloat16 on CPUs that have AVX512_BF16 (`--bfloat16 off`), and
-  convolutions on CUDA are TF32; everything else is float32.
+- For images the convolutions run in bfloat16 on CPUs that have AVX512_BF16, unless `--bfloat16
+  off`, and are TF32 on CUDA; everything else is float32.
 
 Steps are counted when the learner receives them; chunks under way at the end are lost. A resumed
 run fills its replay memory anew before it learns.
@@ -152,8 +152,8 @@ class Args(RunArgs):
     """B, transitions of an environment that an actor sends at once"""
     fetch_interval: int = 100
     """steps of each environment between two fetches of θ"""
-    capacity: int | None = None
-    """transitions in the replay memory; None: 2 million, or what fits into 0.8 of free memory"""
+    capacity: int = 2_000_000
+    """transitions in the replay memory; fewer if they do not fit into 0.8 of free memory"""
     replay_device: Literal["cpu", "cuda"] = "cpu"
     """where the frames of the replay memory are"""
     learning_starts: int = 50_000
@@ -699,7 +699,7 @@ def pick_preset(args: Args, observations: gym.Space, actions: gym.Space) -> str:
 
 
 def pick_capacity(args: Args, space: spaces.Box) -> int:
-    """--capacity, or 2 million, or as many transitions as fit into 0.8 of the free memory."""
+    """--capacity, or as many transitions as fit into 0.8 of the free memory."""
     if args.replay_device == "cuda":
         free = torch.cuda.mem_get_info()[0]
     else:
@@ -710,15 +710,11 @@ def pick_capacity(args: Args, space: spaces.Box) -> int:
             )
             free = min(free, limit - used)
     n_bytes = math.prod(space.shape[-2:]) * space.dtype.itemsize + 60  # frame, transition, sum tree
-    fit = int(0.8 * free / SPARE / n_bytes)
-    capacity = args.capacity or min(2_000_000, fit)
+    capacity = min(args.capacity, int(0.8 * free / SPARE / n_bytes))
     n_envs = args.n_actors * args.envs_per_actor
     least = n_envs * (args.chunk_size + args.n_step + STACK)
-    if not least <= capacity <= fit:
-        usage_error(
-            f"--capacity {capacity:,}: {least:,} transitions at least are needed with these flags,"
-            f" and {fit:,} fit into 0.8 of the free memory"
-        )
+    if capacity < least:
+        usage_error(f"a capacity of {capacity:,}: {least:,} are needed with these flags")
     return capacity
 
 

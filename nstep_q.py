@@ -349,7 +349,7 @@ def train(
 ) -> None:
     """The parent: starts the actor-learners and follows them to the end; it trains nothing.
 
-    Without locks, a checkpoint may hold half of an update, as what a process acts on may.
+    Without locks, a checkpoint may hold half of an update, as may what a process acts on.
     """
     counts = torch.zeros(args.n_processes, dtype=torch.int64)
     counts[0] = run.step

@@ -32,7 +32,7 @@ Departures:
   `continuous` and `short` are ours. Box actions are mapped from [-1, 1] to their bounds and
   clipped. Where all are bounded, the Gaussian's mean is a tanh.
 - `--preset short` has orthogonal initial weights, those of OpenAI's baselines.
-- For images the trunk runs in bfloat16 on CPUs that have AVX512_BF16 (`--bfloat16 off`), and
+- For images the trunk runs in bfloat16 on CPUs that have AVX512_BF16, unless `--bfloat16 off`, and
   convolutions on CUDA are TF32; everything else is float32.
 """
 
@@ -77,8 +77,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "learning_rate": 1.4e-3,
         "rms_eps": 1e-10,
     },
-    # Vectors, ours. With a small ε each weight's step is about α, whatever the size of gradients. β
-    # keeps the policy open for half of training, and leaves α, which falls, the rest to sharpen it.
+    # Vectors, ours. With a small ε each weight's step comes to about α, whatever the size of
+    # gradients. β is zero in the second half, where the falling α sharpens the policy.
     "vector": {
         "total_steps": 1_000_000,
         "n_envs": 4,

@@ -43,7 +43,7 @@ Departures:
 - Box actions are mapped from [-1, 1] to their bounds and clipped there.
 - No recurrent networks. Gaussians for images are ours.
 - Under torchrun a minibatch has equally many transitions of each process.
-- For images the trunk runs in bfloat16 on CPUs that have AVX512_BF16 (`--bfloat16 off`), and
+- For images the trunk runs in bfloat16 on CPUs that have AVX512_BF16, unless `--bfloat16 off`, and
   convolutions on CUDA are TF32.
 """
 

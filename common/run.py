@@ -115,6 +115,8 @@ def parse_args(
         observations, actions = env_spaces(args.env_id, args.env_kwargs)
     except (gym.error.Error, ImportError, TypeError, ValueError) as error:
         usage_error(f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}: {error}")
+    if args.preset == "short" and len(observations.shape) != 3:
+        usage_error(f"--preset short is for images, {args.env_id} has vectors: leave it out")
     if not folder:
         preset = pick_preset(args, observations, actions) if args.preset == "auto" else args.preset
         default = dataclasses.replace(default, **presets[preset])
@@ -152,6 +154,8 @@ def load_checkpoint(script: str, folder: str, **parts: Any) -> dict[str, Any]:
     Code that a checkpoint may hold is not run. An optimizer keeps the constants of the flags.
     """
     path = Path(folder) / "checkpoint.pt"
+    if not path.exists():
+        usage_error(f"{folder} was stopped before its first checkpoint")
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if checkpoint["script"] != script:
         usage_error(f"{path} was written by {checkpoint['script']}.py, not by {script}.py")

@@ -186,6 +186,8 @@ def test_preset_beside_resume(tmp_path):
         ("apex", ["--env-id", "Pendulum-v1"], "Discrete"),
         ("nstep_q", ["--evaluate", "no_such_run"], "no_such_run"),
         ("paac", ["--env-id", "CartPole-v1", "--run-dir", "a_run"], "--resume a_run"),
+        ("paac", ["--env-id", "CartPole-v1", "--preset", "short"], "images"),
+        ("apex", ["--env-id", "CartPole-v1", "--resume", "a_run"], "checkpoint"),
     ],
 )
 def test_mistake_gets_one_line(name, flags, named, tmp_path, monkeypatch, capfd):
