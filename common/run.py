@@ -115,9 +115,9 @@ def parse_args(
         observations, actions = env_spaces(args.env_id, args.env_kwargs)
     except (gym.error.Error, ImportError, TypeError, ValueError) as error:
         usage_error(f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}: {error}")
-    if args.preset == "short" and len(observations.shape) != 3:
-        usage_error(f"--preset short is for images, {args.env_id} has vectors: leave it out")
     if not folder:
+        if args.preset == "short" and len(observations.shape) != 3:
+            usage_error(f"--preset short is for images, {args.env_id} has vectors: leave it out")
         preset = pick_preset(args, observations, actions) if args.preset == "auto" else args.preset
         default = dataclasses.replace(default, **presets[preset])
         args = tyro.cli(type(default), args=argv, default=default)
