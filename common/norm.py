@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from torch import Tensor, nn
 
 from common.atari import is_atari
@@ -46,14 +45,6 @@ class RunningNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return ((x - self.mean) / self.std).clamp(-self.clip, self.clip)
-
-
-def make_norm(space: spaces.Box) -> RunningNorm | None:
-    """One for vectors whose bounds go beyond ±1, else None.
-
-    A one-hot vector divided by its deviation would enlarge states that are seldom seen.
-    """
-    return RunningNorm(space.shape[0]) if max(-space.low.min(), space.high.max()) > 1 else None
 
 
 class RewardScale(nn.Module):

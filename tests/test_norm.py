@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.norm import RewardScale, RunningNorm, make_norm
-from common.vec_env import env_spaces
+from common.norm import RewardScale, RunningNorm
 
 
 def reward_scale(gamma, rewards="scale", env_id="", size=1.0):
@@ -56,12 +55,3 @@ def test_what_a_process_overwrites_costs_little():
             norm.sums[i % 3] = before
     assert abs(norm.mean.item() - 300) < 0.2
     assert abs(norm.std.item() - 1) < 0.2
-
-
-@pytest.mark.parametrize(
-    ("env_id", "normalised"),
-    [("FrozenLake-v1", False), ("benchmarks.tasks:CatchCells-v0", False), ("CartPole-v1", True)],
-)
-def test_observations_within_one_stay_as_they_are(env_id, normalised):
-    observations, _ = env_spaces(env_id)
-    assert (make_norm(observations) is not None) == normalised
