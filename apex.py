@@ -81,7 +81,7 @@ from torch import multiprocessing as mp
 
 from common.atari import STACK
 from common.evaluate import evaluate
-from common.norm import RewardScale, RunningNorm
+from common.norm import RewardScale, make_norm
 from common.processes import check, n_cores, start, stop
 from common.run import Run, RunArgs, load_checkpoint, parse_args, pick_device, usage_error
 from common.sum_tree import SumTree
@@ -204,7 +204,7 @@ class QNetwork(nn.Module):
             layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1), nn.Flatten()]
             n_features, n_hidden = 3136, 512
         else:  # (n, d) → 256
-            self.norm = RunningNorm(observation_space.shape[0])
+            self.norm = make_norm(observation_space)
             layers = [nn.Linear(observation_space.shape[0], 256), nn.ReLU(inplace=True)]
             n_features = n_hidden = 256
         self.trunk = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster
@@ -226,7 +226,7 @@ class QNetwork(nn.Module):
                 features = self.trunk(obs)
             features = features.float()
         else:
-            features = self.trunk(self.norm(obs) if self.norm else obs)
+            features = self.trunk(self.norm(obs))
         advantages = self.advantages(features)
         return self.value(features) + advantages - advantages.mean(1, keepdim=True)
 
