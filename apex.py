@@ -226,7 +226,7 @@ class QNetwork(nn.Module):
                 features = self.trunk(obs)
             features = features.float()
         else:
-            features = self.trunk(self.norm(obs))
+            features = self.trunk(self.norm(obs) if self.norm else obs)
         advantages = self.advantages(features)
         return self.value(features) + advantages - advantages.mean(1, keepdim=True)
 

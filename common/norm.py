@@ -20,15 +20,12 @@ class RunningNorm(nn.Module):
 
     Mean and (population) variance are those of all vectors that `update` has seen, since the start
     of training. Hogwild's processes add to the sums without a lock and may lose each other's
-    vectors, which changes little, as the first vector c is taken off before x is squared. With
-    `one_deviation`, var is the mean of all components' variances.
+    vectors, which changes little, as the first vector c is taken off before x is squared.
     """
 
-    def __init__(
-        self, size: int, eps: float = 1e-8, clip: float = 10.0, one_deviation: bool = False
-    ) -> None:
+    def __init__(self, size: int, eps: float = 1e-8, clip: float = 10.0) -> None:
         super().__init__()
-        self.eps, self.clip, self.one_deviation = eps, clip, one_deviation
+        self.eps, self.clip = eps, clip
         self.register_buffer("first", torch.zeros(size, dtype=torch.float64))  # c
         self.register_buffer("sums", torch.zeros(3, size, dtype=torch.float64))  # Σ1, Σx-c, Σ(x-c)²
         self.register_buffer("mean", torch.zeros(size))
@@ -45,21 +42,18 @@ class RunningNorm(nn.Module):
         n, total, squares = self.sums
         self.mean.copy_(self.first + total / n)
         variance = (squares / n - (total / n).square()).clamp(min=0)
-        if self.one_deviation:
-            variance = variance.mean()
         self.std.copy_((variance + self.eps).sqrt())
 
     def forward(self, x: Tensor) -> Tensor:
         return ((x - self.mean) / self.std).clamp(-self.clip, self.clip)
 
 
-def make_norm(space: spaces.Box) -> RunningNorm:
-    """One deviation for all components of vectors within ±1, else one for each.
+def make_norm(space: spaces.Box) -> RunningNorm | None:
+    """One for vectors whose bounds go beyond ±1, else None.
 
-    A one-hot vector divided by its own deviations would enlarge states that are seldom seen.
+    A one-hot vector divided by its deviation would enlarge states that are seldom seen.
     """
-    within_one = max(-space.low.min(), space.high.max()) <= 1
-    return RunningNorm(space.shape[0], one_deviation=within_one)
+    return RunningNorm(space.shape[0]) if max(-space.low.min(), space.high.max()) > 1 else None
 
 
 class RewardScale(nn.Module):

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 
 from common.norm import RewardScale, RunningNorm, make_norm
+from common.vec_env import env_spaces
 
 
 def reward_scale(gamma, rewards="scale", env_id="", size=1.0):
@@ -58,10 +58,10 @@ def test_what_a_process_overwrites_costs_little():
     assert abs(norm.std.item() - 1) < 0.2
 
 
-def test_components_within_one_have_one_deviation():
-    """Variances of 1/4, 1/4 and 0, or their mean."""
-    x = torch.tensor([[1.0, 0, 0], [0, 1, 0]])
-    for high, deviations in ((1, [math.sqrt(1 / 6)] * 3), (2, [0.5, 0.5, 1e-4])):
-        norm = make_norm(spaces.Box(0, high, (3,)))
-        norm.update(x)
-        assert norm.std.tolist() == pytest.approx(deviations)
+@pytest.mark.parametrize(
+    ("env_id", "normalised"),
+    [("FrozenLake-v1", False), ("benchmarks.tasks:CatchCells-v0", False), ("CartPole-v1", True)],
+)
+def test_observations_within_one_stay_as_they_are(env_id, normalised):
+    observations, _ = env_spaces(env_id)
+    assert (make_norm(observations) is not None) == normalised
