@@ -23,8 +23,7 @@ Where the sources differ or are silent:
 - The network is the small one of the supplement (sec. 8). The main text has the larger one of Mnih
   et al. 2015 for its 57 games (`--arch nature`).
 - t_max = 5 (supplement; the author wrote 20 to others). α = 0.0007, ε = 0.1 and a clipping
-  threshold of 40 are public reproductions' report of the author's e-mail. g starts from 0, with the
-  `vector` preset from 1.
+  threshold of 40 are public reproductions' report of the author's e-mail; g starts from 0.
 - The squared value error has the coefficient 0.25, where the formulas have 1: the author halved the
   critic's learning rate, and the reproductions have a coefficient.
 - The loss has the entropy of sec. 4, which Algorithm S3 leaves out. Gradients are summed
@@ -66,7 +65,7 @@ from torch import multiprocessing as mp
 from torch.nn import functional as F
 
 from common.evaluate import evaluate
-from common.norm import RewardScale, RunningNorm
+from common.norm import RewardScale, make_norm
 from common.processes import check, n_cores, start, stop
 from common.run import Run, RunArgs, load_checkpoint, parse_args
 from common.vec_env import env_seed, make_vec_env
@@ -82,10 +81,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "total_steps": 1_000_000,
         "t_max": 20,
         "learning_rate": 1.4e-3,
-        "entropy_coef": 0.1,
+        "entropy_coef": 0.05,
         "anneal_entropy": True,
         "rms_eps": 1e-5,
-        "rms_initial_square": 1.0,
     },
     # With --lstm: gradients through 20 steps, as the author used on Atari.
     "recurrent": {
@@ -145,8 +143,6 @@ class Args(RunArgs):
     """decay of RMSProp's mean square g per update, and of momentum SGD's mean gradient"""
     rms_eps: float = 0.1
     """ε inside RMSProp's root"""
-    rms_initial_square: float = 0.0
-    """g at the start; from 0, with a small rms_eps, first steps are up to 10 times as long"""
 
 
 # --- network
@@ -214,7 +210,7 @@ class ActorCritic(nn.Module):
         orthogonal_init: bool = False,
     ) -> None:
         super().__init__()
-        self.norm = RunningNorm(observation_space.shape[0]) if arch == "mlp" else None
+        self.norm = make_norm(observation_space) if arch == "mlp" else None
         self.discrete = isinstance(action_space, spaces.Discrete)
         n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape) + 1
         n_trunks = 1 if self.discrete else 2
@@ -498,11 +494,9 @@ def train(
 
 def make_optimizers(args: Args, model: nn.Module) -> list[RMSProp | MomentumSGD]:
     """One whose statistics all processes share, or one for each process."""
-    make, constants = RMSProp, [args.learning_rate, args.rms_decay]
+    make, constants = RMSProp, (args.learning_rate, args.rms_decay, args.rms_eps, 0.0)
     if args.optimizer == "momentum-sgd":
-        make = MomentumSGD
-    else:
-        constants += [args.rms_eps, args.rms_initial_square]
+        make, constants = MomentumSGD, constants[:2]
     n = 1 if args.optimizer == "shared-rmsprop" else args.n_processes
     return [make(model.parameters(), *constants) for _ in range(n)]
 
