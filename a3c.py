@@ -37,8 +37,8 @@ Departures:
   from whole episodes and never bootstraps.
 - Sec. 9 always has an LSTM; here it needs `--lstm`. Its networks for pictures are left out.
 - With Box actions β is 3e-3 and falls to zero, where sec. 9 has 1e-4, the coefficient of the value
-  error is 1, g starts from 1, and 0.01 is added to a Gaussian's σ². These actions are mapped from
-  [-1, 1] to their bounds and clipped. Where all are bounded, μ is a tanh; in sec. 9 it is linear.
+  error is 1, and 0.01 is added to a Gaussian's σ². These actions are mapped from [-1, 1] to their
+  bounds and clipped.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
 - One process a core, where the paper has 16.
 - `--preset short` has the initial weights of OpenAI's baselines, orthogonal, but for an LSTM's.
@@ -100,7 +100,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "anneal_entropy": True,
         "value_coef": 1.0,
         "rms_eps": 4e-5,
-        "rms_initial_square": 1.0,
     },
 }
 
@@ -144,8 +143,6 @@ class Args(RunArgs):
     """decay of RMSProp's mean square g per update, and of momentum SGD's mean gradient"""
     rms_eps: float = 0.1
     """ε inside RMSProp's root"""
-    rms_initial_square: float = 0.0
-    """g at the start; from 0, with a small rms_eps, first steps are up to 10 times as long"""
 
 
 # --- network
@@ -215,8 +212,6 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.norm = make_norm(observation_space) if arch == "mlp" else None
         self.discrete = isinstance(action_space, spaces.Discrete)
-        # Means beyond the bounds would no longer learn, as actions are clipped there.
-        self.squash = not self.discrete and action_space.is_bounded()
         n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape) + 1
         n_trunks = 1 if self.discrete else 2
         trunks = [Trunk(observation_space, arch, lstm, not self.discrete) for _ in range(n_trunks)]
@@ -267,12 +262,11 @@ class ActorCritic(nn.Module):
         return log_probs, (log_2_pi_variance.squeeze(-1) + 1) / 2
 
     def gaussian(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """μ, (..., action_dim), within ±1 if bounded, and σ², (..., 1): one for all dimensions.
+        """μ, (..., action_dim), and σ², (..., 1): one for all dimensions.
 
         The 0.01 is ours: the gradient of log π grows as 1/σ, and one large step ruins the policy.
         """
-        mean, variance = outputs[..., :-1], F.softplus(outputs[..., -1:]) + 0.01
-        return mean.tanh() if self.squash else mean, variance
+        return outputs[..., :-1], F.softplus(outputs[..., -1:]) + 0.01
 
 
 # --- mathematics
@@ -500,8 +494,7 @@ def train(
 
 def make_optimizers(args: Args, model: nn.Module) -> list[RMSProp | MomentumSGD]:
     """One whose statistics all processes share, or one for each process."""
-    constants = args.learning_rate, args.rms_decay, args.rms_eps, args.rms_initial_square
-    make = RMSProp
+    make, constants = RMSProp, (args.learning_rate, args.rms_decay, args.rms_eps, 0.0)
     if args.optimizer == "momentum-sgd":
         make, constants = MomentumSGD, constants[:2]
     n = 1 if args.optimizer == "shared-rmsprop" else args.n_processes
