@@ -549,8 +549,13 @@ A3C_CASES = {
     "mixed ends": {},
     "to the end of T_max": {"total_steps": 24, "until": 99},
     "clipped": {"rewards": "clip"},
-    "rollouts of 3": {"anneal_entropy": False, "t_max": 3, "entropy_coef": 0.2}
-    | {"value_coef": 1.0, "max_grad_norm": 18.0},
+    "rollouts of 3": {
+        "anneal_entropy": False,
+        "t_max": 3,
+        "entropy_coef": 0.2,
+        "value_coef": 1.0,
+        "max_grad_norm": 18.0,
+    },
     "among others": {"n_processes": 2, "start": 3, "jumps": {2: 9, 8: 1, 16: 11}},
     "others change θ": {"n_processes": 2, "nudges": (2, 3, 10, 14, 16)},
     "own RMSProp": {"n_processes": 2, "optimizer": "rmsprop"},
