@@ -89,13 +89,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rms_eps": 1e-5,
     },
     # Box actions, ours but for the weight of the entropy (Mnih et al. 2016, sec. 9). So small an ε
-    # makes each weight's step about α. Found on Pendulum and Reacher.
+    # makes each weight's step about α. Found on Pendulum, Reacher and Walker2d.
     "continuous": {
         "total_steps": 1_000_000,
         "n_envs": 4,
         "t_max": 10,
         "learning_rate": 2e-3,
-        "gamma": 0.98,
         "entropy_coef": 1e-4,
         "value_coef": 1.0,
         "rms_eps": 1e-5,

@@ -3,5 +3,5 @@
 import os
 
 # before torch is imported; processes that tests start inherit it
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+os.environ["RAY_worker_niceness"] = "0"  # else 15: actors stand still beside other programs
