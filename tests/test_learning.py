@@ -22,7 +22,7 @@ GREEDY += ["--target-interval", "100"]
 # Of a policy that acts at random the returns of three steps would not lead to Q*.
 APEX = ["--n-actors", "1", "--n-step", "1", "--epsilon", "1", "--target-interval", "50"]
 CASES = {
-    "paac": [*SYNC, "40000", "--t-max", "2"],
+    "paac": [*SYNC, "40000", "--t-max", "2", "--n-envs", "16"],
     "ppo_batch": [*SYNC, "16000", "--t-max", "32", "--gae-lambda", "0"],
     # β keeps it from the smaller reward, which is nearer
     "a3c": [*A3C, "--t-max", "2", "--learning-rate", "1e-3", "--entropy-coef", "0.2"],
