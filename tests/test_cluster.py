@@ -58,7 +58,7 @@ def actors():
 
 
 def test_an_actor_and_a_machine_die(tmp_path):
-    """Others take their places, and the run goes on with their steps."""
+    """Others take their places, and the run goes on with the steps of these alone."""
     from ray.cluster_utils import Cluster
 
     run_dir = tmp_path / "run"
@@ -70,16 +70,17 @@ def test_an_actor_and_a_machine_die(tmp_path):
             wait_for((run_dir / "checkpoint.pt").exists)
             cluster.remove_node(machine)
             wait_for(lambda: "starts anew" in script.output("stdout"))
-            killed = actors()[0]
-            killed.kill()  # which frees a core for the one that was there
-            wait_for(lambda: len({*actors()} - {killed}) == 2)
-            before = checkpoint(run_dir)["step"]
+            killed = {*actors()}
+            for process in killed:
+                process.kill()
+            wait_for(lambda: len({*actors()} - killed) == 2)
+            before = checkpoint(run_dir)["step"]  # at most 3,200 more come from the killed ones
             wait_for(lambda: checkpoint(run_dir)["step"] > before + 5000)
             script.signal(signal.SIGINT)
             assert script.end() == 130, script.output()
     finally:
         cluster.shutdown()
-    assert len(set(re.findall(r"actor (\d) starts anew", script.output("stdout")))) == 2
+    assert set(re.findall(r"actor (\d) starts anew", script.output("stdout"))) == {*"012"}
 
 
 def test_ctrl_c_in_a_copy_beside_large_files(tmp_path):
@@ -112,5 +113,4 @@ def test_an_actor_that_cannot_start(tmp_path):
     flags = "--env-id", "tests.simulators:Run-Plain-v0", "--ray", "local", "--n-actors", 1
     with Script(ROOT / "apex.py", [*flags, "--run-dir", tmp_path / "run"], tmp_path) as script:
         assert script.end() == 1
-    assert "apex.py: actor 0 failed" in script.output()
-    assert "No module named 'tests'" in script.output()
+    assert re.search("apex.py: actor 0 failed(.|\n)*No module named 'tests'", script.output())
