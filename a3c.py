@@ -37,9 +37,8 @@ Departures:
   from whole episodes and never bootstraps.
 - Sec. 9 always has an LSTM; here it needs `--lstm`. Its networks for pictures are left out.
 - With Box actions σ² is the softplus of one parameter and starts at 0.17; in sec. 9 it is that of
-  an output of the network. Where all actions are bounded, μ is a tanh; in sec. 9 it is linear. The
-  coefficient of the value error is 1, g starts from 1. Actions are mapped from [-1, 1] to their
-  bounds and clipped.
+  an output of the network. The coefficient of the value error is 1. These actions are mapped from
+  [-1, 1] to their bounds and clipped. Where all are bounded, μ is a tanh; in sec. 9 it is linear.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
 - One process a core, where the paper has 16.
 - `--preset short` has the initial weights of OpenAI's baselines, orthogonal, but for an LSTM's.
@@ -92,15 +91,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "t_max": 20,
         "learning_rate": 2e-3,
     },
-    # Box actions, ours, found on Pendulum and HalfCheetah; β is that of sec. 9. With g from 0, long
-    # first steps may drive μ to its bounds for good.
+    # Box actions, ours, found on Pendulum and HalfCheetah; β is that of sec. 9.
     "continuous": {
         "total_steps": 1_000_000,
         "t_max": 20,
         "entropy_coef": 1e-4,
         "value_coef": 1.0,
         "rms_eps": 4e-5,
-        "rms_initial_square": 1.0,
     },
 }
 
@@ -144,8 +141,6 @@ class Args(RunArgs):
     """decay of RMSProp's mean square g per update, and of momentum SGD's mean gradient"""
     rms_eps: float = 0.1
     """ε inside RMSProp's root"""
-    rms_initial_square: float = 0.0
-    """g at the start; from 0, with a small rms_eps, first steps are up to 10 times as long"""
 
 
 # --- network
@@ -499,8 +494,7 @@ def train(
 
 def make_optimizers(args: Args, model: nn.Module) -> list[RMSProp | MomentumSGD]:
     """One whose statistics all processes share, or one for each process."""
-    constants = args.learning_rate, args.rms_decay, args.rms_eps, args.rms_initial_square
-    make = RMSProp
+    make, constants = RMSProp, (args.learning_rate, args.rms_decay, args.rms_eps, 0.0)
     if args.optimizer == "momentum-sgd":
         make, constants = MomentumSGD, constants[:2]
     n = 1 if args.optimizer == "shared-rmsprop" else args.n_processes
