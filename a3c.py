@@ -36,8 +36,9 @@ Departures:
 - A time limit does not cut the return: it bootstraps from V of the final observation. Sec. 9 learns
   from whole episodes and never bootstraps.
 - Sec. 9 always has an LSTM; here it needs `--lstm`. Its networks for pictures are left out.
-- With Box actions β is 3e-3 and falls to zero, where sec. 9 has 1e-4, the coefficient of the value
-  error is 1, and 0.01 is added to a Gaussian's σ². These actions are mapped from [-1, 1] to their
+- With Box actions σ² is the softplus of one parameter and starts at 0.17; in sec. 9 it is that of
+  an output of the network. Where all actions are bounded, μ is a tanh; in sec. 9 it is linear. The
+  coefficient of the value error is 1, g starts from 1. Actions are mapped from [-1, 1] to their
   bounds and clipped.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
 - One process a core, where the paper has 16.
@@ -91,15 +92,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "t_max": 20,
         "learning_rate": 2e-3,
     },
-    # Box actions, ours, found on Pendulum, Hopper and HalfCheetah. With the β of sec. 9, 1e-4, σ
-    # may shrink before μ is any good. A constant β lets it grow, as actions are clipped.
+    # Box actions, ours, found on Pendulum and HalfCheetah; β is that of sec. 9. With g from 0, long
+    # first steps may drive μ to its bounds for good.
     "continuous": {
         "total_steps": 1_000_000,
         "t_max": 20,
-        "entropy_coef": 3e-3,
-        "anneal_entropy": True,
+        "entropy_coef": 1e-4,
         "value_coef": 1.0,
         "rms_eps": 4e-5,
+        "rms_initial_square": 1.0,
     },
 }
 
@@ -143,6 +144,8 @@ class Args(RunArgs):
     """decay of RMSProp's mean square g per update, and of momentum SGD's mean gradient"""
     rms_eps: float = 0.1
     """ε inside RMSProp's root"""
+    rms_initial_square: float = 0.0
+    """g at the start; from 0, with a small rms_eps, first steps are up to 10 times as long"""
 
 
 # --- network
@@ -212,12 +215,21 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.norm = make_norm(observation_space) if arch == "mlp" else None
         self.discrete = isinstance(action_space, spaces.Discrete)
-        n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape) + 1
+        # Means beyond the bounds would no longer learn, as actions are clipped there.
+        self.squash = not self.discrete and action_space.is_bounded()
+        n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape)
         n_trunks = 1 if self.discrete else 2
         trunks = [Trunk(observation_space, arch, lstm, not self.discrete) for _ in range(n_trunks)]
         self.trunks = nn.ModuleList(trunks)
         self.policy = nn.Linear(trunks[0].size, n_outputs)
         self.value = nn.Linear(trunks[0].size, 1)
+        if not self.discrete:
+            # σ² before the softplus. As an output of the network σ would change as fast as μ does,
+            # and vanish before μ is any good.
+            self.variance = nn.Parameter(torch.tensor(-1.7))
+            with torch.no_grad():  # μ starts near 0, as its tanh does not learn far from there
+                self.policy.weight.mul_(0.01)
+                self.policy.bias.zero_()
         self.initial_states: States = [None] * n_trunks
         if orthogonal_init:
             gains = {self.policy: 0.01, self.value: 1.0}
@@ -230,43 +242,37 @@ class ActorCritic(nn.Module):
     def forward(self, obs: Tensor, states: States) -> tuple[Tensor, Tensor, States]:
         """Observations (t, n, ...) and states before them → outputs of π, values (t, n), states.
 
-        Outputs of π: logits (t, n, n_actions), or means and the variance before the softplus,
-        (t, n, action_dim + 1).
+        Outputs of π: logits (t, n, n_actions), or means (t, n, action_dim), within ±1 if bounded.
         """
         if self.norm:
             obs = self.norm(obs)
         passed = [trunk(obs, state) for trunk, state in zip(self.trunks, states, strict=True)]
         features = [features for features, _ in passed]
         states = [state for _, state in passed]
-        return self.policy(features[0]), self.value(features[-1]).squeeze(-1), states
+        outputs = self.policy(features[0])
+        if self.squash:
+            outputs = outputs.tanh()
+        return outputs, self.value(features[-1]).squeeze(-1), states
 
     def sample(self, outputs: Tensor) -> Tensor:
-        """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim + 1) → (n, action_dim)."""
+        """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim) → (n, action_dim)."""
         if self.discrete:
             return torch.multinomial(outputs.softmax(-1), 1).squeeze(-1)
-        mean, variance = self.gaussian(outputs)
-        return mean + variance.sqrt() * torch.randn_like(mean)
+        return outputs + F.softplus(self.variance).sqrt() * torch.randn_like(outputs)
 
     def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """log π(a|s) and H(π(s)), (...,) each.
+        """log π(a|s), (...,), and H(π(s)), (...,), or one number for a Gaussian.
 
-        Of a Gaussian, sec. 9 prints ½ (log 2πσ² + 1), the entropy of one dimension.
+        For that sec. 9 prints ½ (log 2πσ² + 1), the entropy of one dimension.
         """
         if self.discrete:
             log_probs = outputs.log_softmax(-1)
             entropies = -(log_probs.exp() * log_probs).sum(-1)
             return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1), entropies
-        mean, variance = self.gaussian(outputs)
+        variance = F.softplus(self.variance)
         log_2_pi_variance = (2 * math.pi * variance).log()
-        log_probs = -((actions - mean).square() / variance + log_2_pi_variance).sum(-1) / 2
-        return log_probs, (log_2_pi_variance.squeeze(-1) + 1) / 2
-
-    def gaussian(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """μ, (..., action_dim), and σ², (..., 1): one for all dimensions.
-
-        The 0.01 is ours: the gradient of log π grows as 1/σ, and one large step ruins the policy.
-        """
-        return outputs[..., :-1], F.softplus(outputs[..., -1:]) + 0.01
+        log_probs = -((actions - outputs).square() / variance + log_2_pi_variance).sum(-1) / 2
+        return log_probs, (log_2_pi_variance + 1) / 2
 
 
 # --- mathematics
@@ -291,6 +297,8 @@ def a3c_loss(
     value_coef: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Algorithm S3's accumulated gradients as a loss: sums over the rollout; all (t,).
+
+    A Gaussian's entropy is one number, which counts t times.
 
     Returns: the total, its policy part (entropy included) and its value part.
     """
@@ -494,7 +502,8 @@ def train(
 
 def make_optimizers(args: Args, model: nn.Module) -> list[RMSProp | MomentumSGD]:
     """One whose statistics all processes share, or one for each process."""
-    make, constants = RMSProp, (args.learning_rate, args.rms_decay, args.rms_eps, 0.0)
+    constants = args.learning_rate, args.rms_decay, args.rms_eps, args.rms_initial_square
+    make = RMSProp
     if args.optimizer == "momentum-sgd":
         make, constants = MomentumSGD, constants[:2]
     n = 1 if args.optimizer == "shared-rmsprop" else args.n_processes

@@ -33,8 +33,8 @@ def each(*trainers):
     return pytest.mark.parametrize("trainer", trainers, ids=lambda trainer: trainer.__name__)
 
 
-def actor_critic(arch, n_actions=4, box=0, lstm=False):
-    actions = spaces.Box(-1, 1, (box,), np.float32) if box else spaces.Discrete(n_actions)
+def actor_critic(arch, n_actions=4, box=0, lstm=False, high=1):
+    actions = spaces.Box(-high, high, (box,), np.float32) if box else spaces.Discrete(n_actions)
     return a3c.ActorCritic(VECTOR if arch == "mlp" else IMAGE, actions, arch, lstm)
 
 
@@ -49,8 +49,8 @@ def test_initial_parameters():
         (actor_critic("nips", 4, lstm=True), 677_429 + 526_336, [*nips, 0.0625, 0.0625, 0.0625]),
         (actor_critic("nature", 18), 1_693_875, [*nature, 0.044194, 0.044194]),
         (actor_critic("mlp", lstm=True), n_hidden + n_cells + 129 * 5, [inputs, *[cells] * 3]),
-        # two networks; two means and one variance, and a value
-        (actor_critic("mlp", box=2), 2 * n_hidden + 201 * 4, [inputs, inputs, hidden, hidden]),
+        # two networks; two means and a value; the variance
+        (actor_critic("mlp", box=2), 2 * n_hidden + 604, [inputs, inputs, hidden / 100, hidden]),
     ]
     for trainer, n in itertools.product(Q_TRAINERS, (4, 18)):
         for arch, space, count, bounds in (
@@ -127,23 +127,21 @@ def test_discrete_policy():
         torch.testing.assert_close(samples, row.exp() / row.exp().sum(), atol=0.015, rtol=0)
 
 
-@pytest.mark.parametrize("dims", [1, 3])
-def test_box_policy(dims):
-    """One σ² = softplus + 0.01; the entropy is ½ (log 2πσ² + 1), whatever the dimension."""
+@pytest.mark.parametrize(("dims", "high"), [(1, 2), (3, np.inf)])
+def test_box_policy(dims, high):
+    """One σ² = softplus(x) for all states; the entropy is ½ (log 2πσ² + 1) in any dimension."""
     torch.manual_seed(dims)
-    outputs, actions = torch.randn(3, 2, dims + 1).double() * 2, torch.randn(3, 2, dims).double()
-    variance = torch.log1p(outputs[..., -1:].exp()) + 0.01
-    normal = Normal(outputs[..., :-1], variance.sqrt())
-    model = actor_critic("mlp", box=dims)
+    model = actor_critic("mlp", box=dims, high=high).requires_grad_(False)
+    model.variance.fill_(0.3), model.policy.bias.fill_(3)
+    outputs, actions = model(torch.randn(3, 2, 3), model.initial_states)[0], torch.randn(3, 2, dims)
+    assert outputs.shape == (3, 2, dims) and (outputs.max() < 1) == (high == 2)
+    variance = math.log(1 + math.exp(0.3))
     log_probs, entropies = model.log_prob_and_entropy(outputs, actions)
-    torch.testing.assert_close(log_probs, normal.log_prob(actions).sum(-1))
-    for i in np.ndindex(3, 2):
-        printed = 0.5 * (math.log(2 * math.pi * variance[i].item()) + 1)
-        assert entropies[i].item() == pytest.approx(printed)
+    torch.testing.assert_close(log_probs, Normal(outputs, variance**0.5).log_prob(actions).sum(-1))
+    assert entropies.item() == pytest.approx(0.5 * (math.log(2 * math.pi * variance) + 1))
     samples = model.sample(outputs[0, 0].expand(20_000, -1)).numpy()
-    np.testing.assert_allclose(samples.mean(0), outputs[0, 0, :-1], atol=0.06)
-    covariance = np.cov(samples.T).reshape(dims, dims) / variance[0, 0].item()
-    np.testing.assert_allclose(covariance, np.eye(dims), atol=0.05)
+    np.testing.assert_allclose(samples.mean(0), outputs[0, 0], atol=0.06)
+    np.testing.assert_allclose(np.cov(samples.T) / variance, np.eye(dims).squeeze(), atol=0.05)
 
 
 @each(*Q_TRAINERS)
@@ -312,7 +310,8 @@ def slow_actor_critic(params, obs, states):
             x = c.tanh() / (1 + (-gate_out).exp())
             after.append((x, c))
         features.append(x)
-    return linear(params, "policy", features[0]), linear(params, "value", features[-1])[0], after
+    output = linear(params, "policy", features[0])
+    return output.tanh() if box else output, linear(params, "value", features[-1])[0], after
 
 
 class Slow:
@@ -328,7 +327,8 @@ class Slow:
         )
         self.theta, self.target = leaf(initial), leaf(target)
         self.seen, self.known = [], {}  # observations; of each walk, how many rewards
-        self.statistics = {name: torch.zeros_like(p) for name, p in self.theta.items()}
+        g = getattr(args, "rms_initial_square", 0.0)
+        self.statistics = {name: torch.full_like(p, g) for name, p in self.theta.items()}
         self.norms, self.updates, self.copies = [], [], []  # of updates; T of updates and copies
 
     def q(self, params, obs):
@@ -481,8 +481,8 @@ def slow_a3c(slow, walk, calls):
         returns, loss = sums_of_rewards(slow.rewards(walk, first, k), R, a.gamma), 0
         for R, (output, value, action) in zip(returns, passed, strict=True):
             if action.ndim:
-                sigma = ((1 + output[2].exp()).log() + 0.01).sqrt()
-                log_prob = Normal(output[:2], sigma).log_prob(action).sum()
+                sigma = (1 + snapshot["variance"].exp()).log().sqrt()
+                log_prob = Normal(output, sigma).log_prob(action).sum()
                 entropy = Normal(0, sigma).entropy()  # of one dimension
             else:
                 log_prob = Categorical(logits=output).log_prob(action)
@@ -562,7 +562,7 @@ A3C_CASES = {
     "momentum": {"n_processes": 2, "optimizer": "momentum-sgd", "learning_rate": 0.05},
     "LSTM": {"lstm": True, "t_max": 4, "max_grad_norm": 4.0},
     "continuous": {"continuous": True, "entropy_coef": 0.05, "max_grad_norm": 25.0},
-    "continuous LSTM": {"continuous": True, "lstm": True, "max_grad_norm": 3.0},
+    "continuous LSTM": {"continuous": True, "lstm": True, "rms_initial_square": 1.0},
 }
 
 
