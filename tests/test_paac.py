@@ -215,7 +215,7 @@ def test_initial_parameters_are_uniform_within_their_bounds_or_orthogonal(arch: 
         assert 0.9 * bound < layer.weight.abs().max() <= 1.0001 * bound
         assert layer.weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.15)
         assert 0.001 * bound < layer.bias.abs().max() <= 1.0001 * bound
-    four = spaces.Box(-1, 1, (3,))  # three means and σ²; two trunks
+    four = spaces.Box(-1, 1, (4,))  # four means; two trunks
     orthogonal = layers_of(actor_critic(a3c, arch, four, lstm=False, orthogonal_init=True))
     orthogonal += layers_of(actor_critic(paac, arch, orthogonal_init=True)) * (arch != "mlp")
     for trainer in Q_TRAINERS:
