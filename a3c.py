@@ -37,9 +37,9 @@ Departures:
   from whole episodes and never bootstraps.
 - Sec. 9 always has an LSTM; here it needs `--lstm`. Its networks for pictures are left out.
 - With Box actions σ² is the softplus of one parameter and starts at 0.17; in sec. 9 it is that of
-  an output of the network. Where all actions are bounded, μ is a tanh; in sec. 9 it is linear. The
-  coefficient of the value error is 1, g starts from 1. Actions are mapped from [-1, 1] to their
-  bounds and clipped.
+  an output of the network. μ starts near 0. Where all actions are bounded, it is a tanh; in sec. 9
+  it is linear. The coefficient of the value error is 1, g starts from 1. Actions are mapped from
+  [-1, 1] to their bounds and clipped.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
 - One process a core, where the paper has 16.
 - `--preset short` has the initial weights of OpenAI's baselines, orthogonal, but for an LSTM's.
@@ -225,7 +225,7 @@ class ActorCritic(nn.Module):
         self.value = nn.Linear(trunks[0].size, 1)
         if not self.discrete:
             # σ² before the softplus. As an output of the network σ would change as fast as μ does,
-            # and vanish before μ is any good.
+            # and shrink before μ is any good.
             self.variance = nn.Parameter(torch.tensor(-1.7))
             with torch.no_grad():  # μ starts near 0, as its tanh does not learn far from there
                 self.policy.weight.mul_(0.01)
