@@ -228,7 +228,7 @@ class ActorCritic(nn.Module):
             # and shrink before μ is any good.
             self.variance = nn.Parameter(torch.tensor(-1.7))
             with torch.no_grad():  # μ starts near 0, as its tanh does not learn far from there
-                self.policy.weight.mul_(0.01)
+                self.policy.weight.mul_(0.1)
                 self.policy.bias.zero_()
         self.initial_states: States = [None] * n_trunks
         if orthogonal_init:
