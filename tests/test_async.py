@@ -50,7 +50,7 @@ def test_initial_parameters():
         (actor_critic("nature", 18), 1_693_875, [*nature, 0.044194, 0.044194]),
         (actor_critic("mlp", lstm=True), n_hidden + n_cells + 129 * 5, [inputs, *[cells] * 3]),
         # two networks; two means and a value; the variance
-        (actor_critic("mlp", box=2), 2 * n_hidden + 604, [inputs, inputs, hidden / 100, hidden]),
+        (actor_critic("mlp", box=2), 2 * n_hidden + 604, [inputs, inputs, hidden / 10, hidden]),
     ]
     for trainer, n in itertools.product(Q_TRAINERS, (4, 18)):
         for arch, space, count, bounds in (
