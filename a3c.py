@@ -22,10 +22,10 @@ RMSProp's g is shared as well.
 Where the sources differ or are silent:
 - The network is the small one of the supplement (sec. 8). The main text has the larger one of Mnih
   et al. 2015 for its 57 games (`--arch nature`).
-- t_max = 5 (supplement; the author wrote 20 to others). α = 0.0007, ε = 0.1 and a clipping
-  threshold of 40 are public reproductions' report of the author's e-mail; g starts from 0.
-- The squared value error has the coefficient 0.25, where the formulas have 1: the author halved the
-  critic's learning rate, and the reproductions have a coefficient.
+- t_max = 5 is the supplement's; the author told others 20. α = 0.0007, ε = 0.1 and the clipping
+  threshold of 40 are not in the paper: reproductions cite the author's e-mail. g starts from 0.
+- The squared value error has the coefficient 0.25, where the formulas have 1: reproductions have a
+  coefficient, and the author halved the critic's learning rate.
 - The loss has the entropy of sec. 4, which Algorithm S3 leaves out. Gradients are summed
   over the rollout, not averaged.
 - α falls to zero over T_max by the global step.
@@ -54,6 +54,7 @@ import copy
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -72,7 +73,7 @@ from common.run import Run, RunArgs, load_checkpoint, parse_args
 from common.vec_env import env_seed, make_vec_env
 
 # What differs from Args, which has the constants for Atari.
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS = {
     "atari": {},
     # Atari on few cores, ours.
     "short": {"total_steps": 8_000_000, "orthogonal_init": True, "t_max": 20, "rms_eps": 1e-5},
@@ -150,7 +151,8 @@ class Args(RunArgs):
 
 # --- network
 
-States = list[tuple[Tensor, Tensor] | None]  # (h, c) of each trunk, (n, cells) each
+State = tuple[Tensor, Tensor] | None  # (h, c), (1, n, cells) each; None: zeros
+States = Sequence[State]  # of each trunk
 
 
 def conv(in_channels: int, out_channels: int, kernel: int, stride: int) -> list[nn.Module]:
@@ -177,24 +179,17 @@ class Trunk(nn.Module):
         if lstm:
             n_features = self.size
             self.size = 128 if arch == "mlp" else 256
-            self.lstm = nn.LSTMCell(n_features, self.size)
+            self.lstm = nn.LSTM(n_features, self.size)
 
-    def forward(
-        self, obs: Tensor, state: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    def forward(self, obs: Tensor, state: State) -> tuple[Tensor, State]:
         """Observations (t, n, ...) and (h, c) before them → (t, n, size) and (h, c) after them."""
         x = obs.flatten(0, 1)
         if x.dtype == torch.uint8:
             x = x.to(torch.float32, memory_format=torch.channels_last).div_(255)
-        hidden = self.layers(x)
-        hidden = hidden.unflatten(0, obs.shape[:2])
+        hidden = self.layers(x).unflatten(0, obs.shape[:2])
         if self.lstm is None:
             return hidden, None
-        outputs = []
-        for x in hidden:
-            state = self.lstm(x, state)  # None: zeros
-            outputs.append(state[0])
-        return torch.stack(outputs), state
+        return self.lstm(hidden, state)  # None: zeros
 
 
 class ActorCritic(nn.Module):
@@ -217,11 +212,10 @@ class ActorCritic(nn.Module):
         self.discrete = isinstance(action_space, spaces.Discrete)
         # Means beyond the bounds would no longer learn, as actions are clipped there.
         self.squash = not self.discrete and action_space.is_bounded()
-        n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape)
         n_trunks = 1 if self.discrete else 2
         trunks = [Trunk(observation_space, arch, lstm, not self.discrete) for _ in range(n_trunks)]
         self.trunks = nn.ModuleList(trunks)
-        self.policy = nn.Linear(trunks[0].size, n_outputs)
+        self.policy = nn.Linear(trunks[0].size, spaces.flatdim(action_space))
         self.value = nn.Linear(trunks[0].size, 1)
         if not self.discrete:
             # σ² before the softplus. As an output of the network σ would change as fast as μ does,
@@ -230,7 +224,7 @@ class ActorCritic(nn.Module):
             with torch.no_grad():  # μ starts near 0, as its tanh does not learn far from there
                 self.policy.weight.mul_(0.1)
                 self.policy.bias.zero_()
-        self.initial_states: States = [None] * n_trunks
+        self.initial_states = [None] * n_trunks
         if orthogonal_init:
             gains = {self.policy: 0.01, self.value: 1.0}
             for layer in self.modules():
@@ -247,8 +241,7 @@ class ActorCritic(nn.Module):
         if self.norm:
             obs = self.norm(obs)
         passed = [trunk(obs, state) for trunk, state in zip(self.trunks, states, strict=True)]
-        features = [features for features, _ in passed]
-        states = [state for _, state in passed]
+        features, states = zip(*passed, strict=True)
         outputs = self.policy(features[0])
         if self.squash:
             outputs = outputs.tanh()
@@ -278,10 +271,9 @@ class ActorCritic(nn.Module):
 # --- mathematics
 
 
-def rollout_returns(rewards: list[float], bootstrap: float, gamma: float) -> Tensor:
-    """R_i = r_i + γ R_{i+1} backwards from the bootstrap value (Alg. S2, S3), (len(rewards),)."""
+def rollout_returns(rewards: list[float], R: float, gamma: float) -> Tensor:
+    """R_i = r_i + γ R_{i+1} backwards from the bootstrap value R (Alg. S2, S3), (len(rewards),)."""
     returns = []
-    R = bootstrap
     for reward in reversed(rewards):
         R = reward + gamma * R
         returns.append(R)
@@ -295,17 +287,17 @@ def a3c_loss(
     returns: Tensor,
     entropy_coef: float,
     value_coef: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Algorithm S3's accumulated gradients as a loss: sums over the rollout; all (t,).
 
     A Gaussian's entropy is one number, which counts t times.
 
-    Returns: the total, its policy part (entropy included) and its value part.
+    Returns: the part of the policy, entropy included, and that of the value; their sum is the loss.
     """
     advantages = returns - values.detach()
     policy_loss = -(log_probs * advantages + entropy_coef * entropies).sum()
     value_loss = value_coef * (returns - values).square().sum()
-    return policy_loss + value_loss, policy_loss, value_loss
+    return policy_loss, value_loss
 
 
 def linear_decay(initial: float, step: int, total_steps: int) -> float:
@@ -350,8 +342,7 @@ class MomentumSGD(torch.optim.Optimizer):
     def step(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                mean = self.state[p]["mean"].mul_(group["decay"])
-                mean.add_(p.grad, alpha=1 - group["decay"])
+                mean = self.state[p]["mean"].lerp_(p.grad, 1 - group["decay"])
                 p.add_(mean, alpha=-group["lr"])
 
 
@@ -405,10 +396,10 @@ def actor_learner(
                 observations.append(obs)
                 actions.append(action)
                 next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
-                rewards.append(float(reward[0]))
-                reward_scale.see(reward, terminated | truncated)
+                rewards.append(reward[0])
+                done = terminated | truncated
+                reward_scale.see(reward, done)
                 obs = to_sequence(next_obs)
-                done = bool(terminated[0] or truncated[0])
                 counts[index] += 1  # T ← T + 1
                 T = int(counts.sum())
                 episode_return += reward[0]
@@ -422,7 +413,7 @@ def actor_learner(
                     # discard the LSTM state: the next rollout starts from s_t again
                     R = local_model(last_obs, states)[1].item()
             reward_scale.update()
-            r = reward_scale(torch.tensor(rewards)).tolist()
+            r = reward_scale(np.array(rewards)).tolist()
             returns = rollout_returns(r, R, args.gamma)  # R ← r_i + γ R
             # θ′ has not changed: a pass over the rollout gives what was acted on, with gradients
             outputs, values, _ = local_model(torch.cat(observations), first_states)
@@ -432,23 +423,23 @@ def actor_learner(
             entropy_coef = args.entropy_coef
             if args.anneal_entropy:
                 entropy_coef = linear_decay(entropy_coef, 2 * T, args.total_steps)
-            loss, policy_loss, value_loss = a3c_loss(
+            policy_loss, value_loss = a3c_loss(
                 log_probs, entropies, values[:, 0], returns, entropy_coef, args.value_coef
             )
             local_model.zero_grad()
-            loss.backward()  # dθ, summed over the rollout
+            (policy_loss + value_loss).backward()  # dθ, summed over the rollout
             grad_norm = nn.utils.clip_grad_norm_(
                 local_parameters, args.max_grad_norm, error_if_nonfinite=True
             )
             for p, local in zip(parameters, local_parameters, strict=True):
-                p.grad = local.grad  # that only this process has
+                p.grad = local.grad  # which processes do not share
             lr = linear_decay(args.learning_rate, T, args.total_steps)
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()  # asynchronous update of θ
             if model.norm:
                 model.norm.update(torch.cat(observations))
             if done:
-                parent.send(("episode", float(episode_return), episode_length))
+                parent.send((episode_return, episode_length))
                 episode_return = 0.0
                 episode_length = 0
                 states = local_model.initial_states
@@ -460,7 +451,7 @@ def actor_learner(
                     "grad_norm": grad_norm.item(),
                     "learning_rate": lr,
                 }
-                parent.send(("losses", losses))
+                parent.send(losses)
                 reported = time.monotonic()
 
 
@@ -512,15 +503,15 @@ def make_optimizers(args: Args, model: nn.Module) -> list[RMSProp | MomentumSGD]
 
 def receive(connections: list[Any], run: Run) -> dict[str, float]:
     """Count the episodes that actor-learners report, and return the losses that came last."""
-    losses: dict[str, float] = {}
+    losses = {}
     for connection in connections:
         with contextlib.suppress(EOFError):
             while connection.poll():
-                kind, *content = connection.recv()
-                if kind == "episode":
-                    run.log_episode(*content)
+                report = connection.recv()
+                if isinstance(report, dict):
+                    losses = report
                 else:
-                    (losses,) = content
+                    run.log_episode(*report)
     return losses
 
 
@@ -568,7 +559,7 @@ def main(argv: list[str] | None = None) -> int:
         if not run.complete:
             return 128 + run.signal
 
-    states: dict[int, States] = {}  # of the LSTM, carried on from zeros, by the number of episodes
+    states = {}  # of the LSTM, carried on from zeros, for each number of environments
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:  # samples its actions, as in training

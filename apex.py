@@ -33,7 +33,8 @@ Where the sources differ or are silent:
 
 Departures:
 - A time limit does not cut the return: it bootstraps from the final observation.
-- An actor has several environments, which share one forward pass; i counts all environments.
+- Half as many actors as cores, where the paper has 360. An actor has 16 environments, which share
+  one forward pass; i counts all environments.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do (50,000 in
   the paper), 0 to 30 no-ops, three black frames in the first stack.
 - Each frame is stored once and not compressed; the paper has PNGs.
@@ -72,18 +73,26 @@ from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
-import psutil
 import torch
 from gymnasium import spaces
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from numpy import ndarray
 from torch import Tensor, nn
 from torch import multiprocessing as mp
 
 from common.atari import STACK
 from common.evaluate import evaluate
 from common.norm import RewardScale, make_norm
-from common.processes import check, n_cores, start, stop
-from common.run import Run, RunArgs, load_checkpoint, parse_args, pick_device, usage_error
+from common.processes import check, free_memory, n_cores, start, stop
+from common.run import (
+    Run,
+    RunArgs,
+    load_checkpoint,
+    parse_args,
+    pick_bfloat16,
+    pick_device,
+    usage_error,
+)
 from common.sum_tree import SumTree
 from common.vec_env import env_seed, make_vec_env
 
@@ -91,7 +100,7 @@ SPARE = 1.04  # room in the replay memory for each transition of --capacity
 PUBLISH_INTERVAL = 10  # updates between two copies of θ for the actors
 
 # What differs from Args, which has the constants for Atari.
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS = {
     "atari": {},
     # Atari on two cores in half an hour, ours.
     "short": {
@@ -214,7 +223,7 @@ class QNetwork(nn.Module):
                 nn.ReLU(inplace=True),
                 nn.Linear(n_hidden, n_outputs),
             )
-            for n_outputs in (1, int(action_space.n))
+            for n_outputs in (1, action_space.n)
         )
 
     def forward(self, obs: Tensor) -> Tensor:
@@ -246,8 +255,8 @@ def epsilon_greedy(q_values: Tensor, epsilon: float | Tensor) -> Tensor:
 
 
 def n_step_transitions(
-    rewards: np.ndarray, terminated: np.ndarray, acted: np.ndarray, n_step: int, gamma: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rewards: ndarray, terminated: ndarray, acted: ndarray, n_step: int, gamma: float
+) -> tuple[ndarray, ...]:
     """What follows each of the first m of m + n frames of an environment, episode after episode.
 
     Args: (m + n,) each:
@@ -260,19 +269,19 @@ def n_step_transitions(
         k, the number of these rewards: that state is k frames later.
     """
     m = len(rewards) - n_step
-    returns = np.zeros(m, np.float32)
-    n_rewards = np.zeros(m, np.int64)
-    over = np.zeros(m, np.bool_)
+    returns = np.zeros(m)
+    n_rewards = np.zeros(m, int)
+    over = np.zeros(m, bool)
     going = acted[:m]
     for k in range(n_step):
         returns += gamma**k * rewards[k : k + m] * going
         n_rewards += going
         over |= going & terminated[k : k + m]
         going = going & ~over & acted[k + 1 : k + 1 + m]
-    return returns, np.where(over, 0, gamma**n_rewards).astype(np.float32), n_rewards
+    return returns, np.where(over, 0, gamma**n_rewards), n_rewards
 
 
-def importance_weights(probabilities: np.ndarray, size: int, beta: float) -> np.ndarray:
+def importance_weights(probabilities: ndarray, size: int, beta: float) -> ndarray:
     """w = (N P)^-β, divided by the largest of the batch, (n,)."""
     weights = (size * probabilities) ** -beta
     return (weights / weights.max()).astype(np.float32)
@@ -329,18 +338,18 @@ class Chunk(NamedTuple):
     """B frames of one environment, and the B transitions that they complete, n frames earlier."""
 
     env: int  # among all environments
-    episodes: list[tuple[float, int]]  # that have ended: raw return and length in agent steps
-    frames: np.ndarray  # (B, 84, 84) uint8 or (B, d) float32
-    n_earlier: np.ndarray  # (B,) frames of the same episode before each of them
-    transitions: np.ndarray  # (B,) TRANSITION
-    priorities: np.ndarray  # (B,) of the transitions, 0 where there is none
-    reward_sums: np.ndarray  # of a `RewardScale`, since the actor's last chunk
+    episodes: list  # that have ended: raw return and length in agent steps
+    frames: ndarray  # (B, 84, 84) uint8 or (B, d) float32
+    n_earlier: ndarray  # (B,) frames of the same episode before each of them
+    transitions: ndarray  # (B,) TRANSITION
+    priorities: ndarray  # (B,) of the transitions, 0 where there is none
+    reward_sums: ndarray  # of a `RewardScale`, since the actor's last chunk
 
 
 class Batch(NamedTuple):
     """n transitions of the replay memory, (n,) or (n, ...) each."""
 
-    indices: np.ndarray
+    indices: ndarray
     obs: Tensor
     next_obs: Tensor
     actions: Tensor
@@ -349,7 +358,7 @@ class Batch(NamedTuple):
     weights: Tensor
 
 
-def priorities_of(errors: np.ndarray, args: Args) -> np.ndarray:
+def priorities_of(errors: ndarray, args: Args) -> ndarray:
     """p^α with p = |δ| + 1e-6, for the errors of actors and of the learner alike."""
     return (np.abs(errors) + 1e-6) ** args.priority_alpha
 
@@ -380,7 +389,7 @@ class Replay:
         self.next = np.arange(0, n_frames, self.length)  # where each environment's next frame goes
         self.chunks = OrderedDict()  # their first frames, as they arrived
 
-    def later(self, indices: np.ndarray, n_frames: np.ndarray | int) -> np.ndarray:
+    def later(self, indices: ndarray, n_frames: ndarray | int) -> ndarray:
         """The indices of the frames that come n_frames later in the same rings."""
         return indices - indices % self.length + (indices + n_frames) % self.length
 
@@ -394,24 +403,25 @@ class Replay:
         self.next[chunk.env] = self.later(first, B)
         self.frames[first : first + B] = torch.from_numpy(chunk.frames)
         self.n_earlier[first : first + B] = chunk.n_earlier
-        self.transitions[self.later(first, np.arange(-n, B - n))] = chunk.transitions
-        # 0 for n whose S' is still to come, and for stack - 1 whose first frames are overwritten
-        self._set_priorities(first, np.append(chunk.priorities, np.zeros(n + self.stack - 1)))
-        self.chunks[first] = None
+        indices = self.later(first, np.arange(-n, B + self.stack - 1))
+        self.transitions[indices[:B]] = chunk.transitions
+        # 0 for the last n, whose S' has not come, and for the stack - 1 oldest that are left, whose
+        # first frames are overwritten
+        self.set_priorities(indices, np.pad(chunk.priorities, (0, n + self.stack - 1)))
+        self.chunks[first] = indices[:B]
         self.chunks.move_to_end(first)
         return int(np.count_nonzero(chunk.priorities))
 
-    def _set_priorities(self, first: int, priorities: np.ndarray) -> None:
-        """Set the priorities of the transitions from n frames before `first` on."""
-        indices = self.later(first, np.arange(len(priorities)) - self.args.n_step)
+    def set_priorities(self, indices: ndarray, priorities: ndarray | float) -> None:
+        """Set the priorities of transitions and count those that are there."""
         self.size += np.count_nonzero(priorities) - np.count_nonzero(self.tree[indices])
         self.tree.update(indices, priorities)
 
     def trim(self) -> None:
         """Remove the oldest chunks of all environments, first in, first out, down to capacity."""
         while self.size > self.args.capacity:
-            first, _ = self.chunks.popitem(last=False)
-            self._set_priorities(first, np.zeros(self.args.chunk_size))
+            _, indices = self.chunks.popitem(last=False)
+            self.set_priorities(indices, 0.0)
 
     def sample(self) -> Batch:
         """Draw a batch of transitions in proportion to their priorities."""
@@ -424,7 +434,7 @@ class Replay:
         next_obs = self.observations(self.later(indices, rows["n_rewards"]))
         return Batch(indices, obs, next_obs, *tensors)
 
-    def observations(self, indices: np.ndarray) -> Tensor:
+    def observations(self, indices: ndarray) -> Tensor:
         """What the actor saw, (n, 4, 84, 84) uint8 or (n, d) float32, on the learner's device."""
         back = np.arange(self.stack)[::-1]  # older frames first
         stacks = self.later(indices[:, None], -back)
@@ -434,10 +444,6 @@ class Replay:
         frames[np.nonzero(back > self.n_earlier[indices, None])] = 0  # before the first frame
         return frames.squeeze(1)  # which changes vectors only
 
-    def set_priorities(self, indices: np.ndarray, errors: np.ndarray) -> None:
-        """Write a batch's priorities back. Nothing has been added or removed since it was drawn."""
-        self.tree.update(indices, priorities_of(errors, self.args))
-
 
 # --- actor
 
@@ -445,7 +451,7 @@ class Replay:
 class Row(NamedTuple):
     """A frame, and what was done there: nothing at the final observation of a truncated episode."""
 
-    frame: np.ndarray | None
+    frame: ndarray | None
     n_earlier: int  # frames of the same episode before it
     q_max: float  # max_a Q(S_t, a)
     action: int = -1  # A_t
@@ -472,7 +478,7 @@ class LocalBuffer:
             returns, discounts, n_rewards = n_step_transitions(
                 rewards, terminated, acted, n, self.args.gamma
             )
-            reward_sums = self.reward_scale.update()
+            reward_sums = self.reward_scale.update()  # since the last chunk, for the learner's σ
             errors = returns / self.reward_scale.sigma - q_taken[:B]
             errors += discounts * q_max[np.arange(B) + n_rewards]
             columns = actions[:B], returns, discounts, n_rewards
@@ -504,7 +510,7 @@ def actor(index: int, args: Args, first_step: int, fetch: Callable) -> Iterator[
         buffers = [LocalBuffer(i, args, reward_scale) for i in indices.tolist()]
         epsilons = epsilons_of(args.epsilon, args.epsilon_alpha, indices, args.n_actors * n)
         obs, _ = envs.reset(seed=env_seed(args.seed, first_step, index, 1))
-        n_earlier = np.zeros(n, np.int64)
+        n_earlier = np.zeros(n, int)
         newest = np.s_[..., -1, :, :] if obs.ndim == 4 else ...  # of the frames in a stack
         for t in itertools.count():
             if t % args.fetch_interval == 0:
@@ -519,7 +525,7 @@ def actor(index: int, args: Args, first_step: int, fetch: Callable) -> Iterator[
                 q_values.max(1),
                 actions,
                 q_values[np.arange(n), actions],
-                np.clip(reward, -1, 1) if reward_scale.how == "clip" else reward,
+                reward_scale(reward) if reward_scale.how == "clip" else reward,
                 terminated,
             )
             reward_scale.see(reward, terminated | truncated)
@@ -567,9 +573,9 @@ class Actors:
         self.model.load_state_dict(model.state_dict())
 
     def receive(self, timeout: float) -> Iterator[Chunk]:
-        """All chunks that are there, or one of each actor that has one within `timeout` seconds.
+        """All chunks that are there; with a timeout, one of each actor that has one in that time.
 
-        A chunk is valid until the next one is asked for.
+        The timeout is in seconds. A chunk is valid until the next one is asked for.
 
         Raises: WorkerError: an actor died.
         """
@@ -617,7 +623,7 @@ def update(
     batch: Batch,
     sigma: float,
     max_grad_norm: float,
-) -> tuple[np.ndarray, dict[str, Tensor]]:
+) -> tuple[ndarray, dict[str, Tensor]]:
     """One update of θ. Returns the errors δ before it, (n,), and what to log.
 
     Raises: RuntimeError: the gradient is not finite; θ is as before.
@@ -679,7 +685,8 @@ def train(
             errors, losses = update(
                 model, target_model, optimizer, batch, reward_scale.sigma, args.max_grad_norm
             )
-            replay.set_priorities(batch.indices, errors)  # Replay.SetPriority(id, p)
+            priorities = priorities_of(errors, args)
+            replay.set_priorities(batch.indices, priorities)  # Replay.SetPriority(id, p)
             learned += args.batch_size
             losses["replay_ratio"] = learned / (step - learning_start)  # 0.78 in the paper
             run.log_update(step, **losses)
@@ -700,15 +707,7 @@ def pick_preset(args: Args, observations: gym.Space, actions: gym.Space) -> str:
 
 def pick_capacity(args: Args, space: spaces.Box) -> int:
     """--capacity, or as many transitions as fit into 0.8 of the free memory."""
-    if args.replay_device == "cuda":
-        free = torch.cuda.mem_get_info()[0]
-    else:
-        free = psutil.virtual_memory().available
-        with contextlib.suppress(OSError, ValueError):  # not Linux, or no limit: "max"
-            limit, used = (
-                np.loadtxt(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current")
-            )
-            free = min(free, limit - used)
+    free = torch.cuda.mem_get_info()[0] if args.replay_device == "cuda" else free_memory()
     n_bytes = math.prod(space.shape[-2:]) * space.dtype.itemsize + 60  # frame, transition, sum tree
     capacity = min(args.capacity, int(0.8 * free / SPARE / n_bytes))
     n_envs = args.n_actors * args.envs_per_actor
@@ -724,9 +723,7 @@ def main(argv: list[str] | None = None) -> int:
     if not isinstance(actions, spaces.Discrete):
         usage_error(f"--env-id {args.env_id}: Discrete actions are needed, it has {actions}")
     device = pick_device(args.device)
-    if args.bfloat16 == "auto":
-        faster = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
-        args.bfloat16 = "on" if faster else "off"
+    pick_device(args.replay_device)  # or an error
     make_actors = Actors
     if args.ray and not args.evaluate:
         from common.cluster import connect
@@ -738,7 +735,7 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(1)  # two threads are twice as slow for so small a network
 
     torch.manual_seed(args.seed)
-    model = QNetwork(observations, actions, args.bfloat16 == "on").to(device)  # θ
+    model = QNetwork(observations, actions, pick_bfloat16(args.bfloat16, device)).to(device)  # θ
     target_model = copy.deepcopy(model)  # θ⁻
     optimizer = CentredRMSProp(model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps)
     reward_scale = RewardScale(args, size=10.0)
@@ -754,7 +751,7 @@ def main(argv: list[str] | None = None) -> int:
             return 128 + run.signal
 
     @torch.no_grad()
-    def policy(obs: np.ndarray) -> np.ndarray:
+    def policy(obs: ndarray) -> ndarray:
         q_values = model(torch.from_numpy(obs).to(device))
         return epsilon_greedy(q_values.cpu(), args.eval_epsilon).numpy()
 

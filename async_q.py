@@ -62,7 +62,7 @@ from common.run import Run, RunArgs, load_checkpoint, parse_args, usage_error
 from common.vec_env import env_seed, make_vec_env
 
 # What differs from Args, which has the constants for Atari.
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS = {
     "atari": {},
     # Atari on few cores, ours.
     "short": {
@@ -324,7 +324,7 @@ def actor_learner(
             if model.norm:
                 model.norm.update(torch.cat(observations))
             if done:
-                parent.send(("episode", float(episode_return), episode_length))
+                parent.send((episode_return, episode_length))
                 episode_return = 0.0
                 episode_length = 0
             if time.monotonic() - reported > 1:
@@ -335,7 +335,7 @@ def actor_learner(
                     "epsilon": epsilon,
                     "learning_rate": lr,
                 }
-                parent.send(("losses", losses))
+                parent.send(losses)
                 reported = time.monotonic()
 
 
@@ -379,15 +379,15 @@ def train(
 
 def receive(connections: list[Any], run: Run) -> dict[str, float]:
     """Count the episodes that actor-learners report, and return the losses that came last."""
-    losses: dict[str, float] = {}
+    losses = {}
     for connection in connections:
         with contextlib.suppress(EOFError):
             while connection.poll():
-                kind, *content = connection.recv()
-                if kind == "episode":
-                    run.log_episode(*content)
+                report = connection.recv()
+                if isinstance(report, dict):
+                    losses = report
                 else:
-                    (losses,) = content
+                    run.log_episode(*report)
     return losses
 
 

@@ -62,11 +62,11 @@ from common.distributed import N_RANKS, RANK, Run, average_gradients
 from common.evaluate import evaluate
 from common.norm import RewardScale, RunningNorm
 from common.processes import n_cores
-from common.run import RunArgs, load_checkpoint, parse_args, pick_device
+from common.run import RunArgs, load_checkpoint, parse_args, pick_bfloat16, pick_device
 from common.vec_env import env_seed, make_vec_env
 
 # What differs from Args, which has the constants of the paper (sec. 5.1, Atari).
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS = {
     "paper": {},
     # What the paper's released code sets otherwise.
     "code": {"total_steps": 80_000_000, "entropy_coef": 0.02, "max_grad_norm": 3.0},
@@ -177,7 +177,7 @@ class ActorCritic(nn.Module):
         # Means beyond the bounds would no longer learn, as actions are clipped there.
         self.squash = not self.discrete and action_space.is_bounded()
         self.bfloat16 = bfloat16
-        n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape)
+        n_outputs = spaces.flatdim(action_space)
         if arch == "mlp":
             n_inputs = observation_space.shape[0]
             self.trunk = RunningNorm(n_inputs)
@@ -440,14 +440,11 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(1)  # two threads are twice as slow for so small a network
 
     device = pick_device(args.device)
-    if args.bfloat16 == "auto":
-        faster = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
-        args.bfloat16 = "on" if faster else "off"
+    bfloat16 = pick_bfloat16(args.bfloat16, device)
 
     torch.manual_seed(args.seed)
-    model = ActorCritic(
-        observations, actions, args.arch, args.bfloat16 == "on", args.orthogonal_init
-    ).to(device)
+    model = ActorCritic(observations, actions, args.arch, bfloat16, args.orthogonal_init)
+    model.to(device)
     optimizer = RMSProp(
         model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, initial_square=1.0
     )

@@ -60,7 +60,7 @@ import contextlib
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import gymnasium as gym
 import numpy as np
@@ -73,11 +73,11 @@ from common.distributed import N_RANKS, RANK, Run, average_gradients, of_all_ran
 from common.evaluate import evaluate
 from common.norm import RewardScale, RunningNorm
 from common.processes import n_cores
-from common.run import RunArgs, load_checkpoint, parse_args, pick_device
+from common.run import RunArgs, load_checkpoint, parse_args, pick_bfloat16, pick_device
 from common.vec_env import env_seed, make_vec_env
 
 # What differs from Args, which has the constants of PFRL's Atari example, train_ppo_ale.
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS = {
     "atari": {},
     # Atari on two cores in a quarter of an hour, ours.
     "short": {
@@ -187,7 +187,7 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.discrete = isinstance(action_space, spaces.Discrete)
         self.bfloat16 = bfloat16
-        n_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape)
+        n_outputs = spaces.flatdim(action_space)
         if arch == "mlp":
             n_inputs = observation_space.shape[0]
             self.trunk = RunningNorm(n_inputs, eps=1e-2, clip=5.0)
@@ -507,12 +507,10 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(1)  # two threads are twice as slow for so small a network
 
     device = pick_device(args.device)
-    if args.bfloat16 == "auto":
-        faster = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
-        args.bfloat16 = "on" if faster else "off"
+    bfloat16 = pick_bfloat16(args.bfloat16, device)
 
     torch.manual_seed(args.seed)
-    model = ActorCritic(observations, actions, args.arch, args.bfloat16 == "on").to(device)
+    model = ActorCritic(observations, actions, args.arch, bfloat16).to(device)
     optimizer = torch.optim.Adam(
         [flatten(model)], args.learning_rate, eps=args.adam_eps, fused=True
     )

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+import psutil
 import torch
 from torch import multiprocessing as mp
 
@@ -29,6 +31,15 @@ class WorkerError(RuntimeError):
 def n_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def free_memory() -> int:
+    """Bytes that this process may still use, of the machine or of its container."""
+    free = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # not Linux, or no limit: "max"
+        limit, used = (np.loadtxt(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+        free = min(free, limit - used)
+    return free
 
 
 def keep_freed_memory() -> None:

@@ -105,6 +105,8 @@ def parse_args(
         usage_error(
             f"--run-dir {args.run_dir} holds a run; --resume {args.run_dir} goes on with it"
         )
+    if folder and args.run_dir != folder:
+        usage_error("--run-dir is for a new run: leave it out with --resume and --evaluate")
     # before an environment can change the working directory
     folders = {
         name: path and os.path.abspath(path)
@@ -146,6 +148,12 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda":
         usage_error("--device cuda: PyTorch finds no CUDA device")
     return torch.device("cpu")
+
+
+def pick_bfloat16(choice: str, device: torch.device) -> bool:
+    """Whether to compute in bfloat16, by --bfloat16; auto: on CPUs that are faster at it."""
+    faster = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    return choice == "on" or (choice == "auto" and faster)
 
 
 def load_checkpoint(script: str, folder: str, **parts: Any) -> dict[str, Any]:

@@ -188,6 +188,7 @@ def test_preset_beside_resume(tmp_path):
         ("paac", ["--env-id", "CartPole-v1", "--run-dir", "a_run"], "--resume a_run"),
         ("paac", ["--env-id", "CartPole-v1", "--preset", "short"], "images"),
         ("apex", ["--env-id", "CartPole-v1", "--resume", "a_run"], "checkpoint"),
+        ("paac", ["--resume", "a_run", "--run-dir", "another"], "--run-dir"),
     ],
 )
 def test_mistake_gets_one_line(name, flags, named, tmp_path, monkeypatch, capfd):
