@@ -208,7 +208,7 @@ class ActorCritic(nn.Module):
         orthogonal_init: bool = False,
     ) -> None:
         super().__init__()
-        self.norm = make_norm(observation_space) if arch == "mlp" else None
+        self.norm = make_norm(observation_space, one_scale=True) if arch == "mlp" else None
         self.discrete = isinstance(action_space, spaces.Discrete)
         # Means beyond the bounds would no longer learn, as actions are clipped there.
         self.squash = not self.discrete and action_space.is_bounded()

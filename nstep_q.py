@@ -147,7 +147,7 @@ class QNetwork(nn.Module):
         orthogonal_init: bool = False,
     ) -> None:
         super().__init__()
-        self.norm = make_norm(observation_space) if arch == "mlp" else None
+        self.norm = make_norm(observation_space, one_scale=True) if arch == "mlp" else None
         if arch == "nips":  # (n, 4, 84, 84) → 16x20x20 → 32x9x9 → 256
             layers = [*conv(4, 16, 8, 4), *conv(16, 32, 4, 2)]
             layers += [nn.Flatten(), nn.Linear(2592, 256), nn.ReLU(inplace=True)]
@@ -177,10 +177,9 @@ class QNetwork(nn.Module):
 # --- mathematics
 
 
-def rollout_returns(rewards: list[float], bootstrap: float, gamma: float) -> Tensor:
-    """R_i = r_i + γ R_{i+1} backwards from the bootstrap value (Alg. S2, S3), (len(rewards),)."""
+def rollout_returns(rewards: list[float], R: float, gamma: float) -> Tensor:
+    """R_i = r_i + γ R_{i+1} backwards from the bootstrap value R (Alg. S2, S3), (len(rewards),)."""
     returns = []
-    R = bootstrap
     for reward in reversed(rewards):
         R = reward + gamma * R
         returns.append(R)

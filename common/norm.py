@@ -20,12 +20,15 @@ class RunningNorm(nn.Module):
 
     Mean and (population) variance are those of all vectors that `update` has seen, since the start
     of training. Hogwild's processes add to the sums without a lock and may lose each other's
-    vectors, which changes little, as the first vector c is taken off before x is squared.
+    vectors, which changes little, as the first vector c is taken off before x is squared. With
+    `one_scale` the mean is 0 and var the mean square of all components.
     """
 
-    def __init__(self, size: int, eps: float = 1e-8, clip: float = 10.0) -> None:
+    def __init__(
+        self, size: int, eps: float = 1e-8, clip: float = 10.0, one_scale: bool = False
+    ) -> None:
         super().__init__()
-        self.eps, self.clip = eps, clip
+        self.eps, self.clip, self.one_scale = eps, clip, one_scale
         self.register_buffer("first", torch.zeros(size, dtype=torch.float64))  # c
         self.register_buffer("sums", torch.zeros(3, size, dtype=torch.float64))  # Σ1, Σx-c, Σ(x-c)²
         self.register_buffer("mean", torch.zeros(size))
@@ -40,20 +43,27 @@ class RunningNorm(nn.Module):
         x = x - self.first
         self.sums += torch.stack([torch.ones_like(x), x, x.square()]).sum(1)
         n, total, squares = self.sums
-        self.mean.copy_(self.first + total / n)
+        mean = self.first + total / n
         variance = (squares / n - (total / n).square()).clamp(min=0)
+        if self.one_scale:
+            mean, variance = torch.zeros_like(mean), (variance + mean.square()).mean()
+        self.mean.copy_(mean)
         self.std.copy_((variance + self.eps).sqrt())
 
     def forward(self, x: Tensor) -> Tensor:
         return ((x - self.mean) / self.std).clamp(-self.clip, self.clip)
 
 
-def make_norm(space: spaces.Box) -> RunningNorm | None:
-    """One for vectors whose bounds go beyond ±1, else None.
+def make_norm(space: spaces.Box, one_scale: bool = False) -> RunningNorm | None:
+    """One for vectors whose bounds go beyond ±1; for others one with one scale, if any.
 
-    A one-hot vector divided by its deviation would enlarge states that are seldom seen.
+    A one-hot vector divided by its deviations would enlarge states that are seldom seen. One scale
+    makes it √size long, as other normalised vectors are.
     """
-    return RunningNorm(space.shape[0]) if max(-space.low.min(), space.high.max()) > 1 else None
+    within_one = max(-space.low.min(), space.high.max()) <= 1
+    if within_one and not one_scale:
+        return None
+    return RunningNorm(space.shape[0], one_scale=within_one)
 
 
 class RewardScale(nn.Module):

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from gymnasium import spaces
 
 import apex
-from common import processes
 from tests.helpers import returns_of
 
 IMAGE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
@@ -608,9 +607,9 @@ def test_actors_in_processes():
 
 def test_capacity_is_what_fits(monkeypatch):
     """No more than 0.8 of what is free, and no fewer than rings of full chunks need."""
-    monkeypatch.setattr(processes.psutil, "virtual_memory", lambda: SimpleNamespace(available=1e11))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1e11))
     files = {"memory.max": 2_100_000_000, "memory.current": 50_000_000}  # of the cgroup
-    monkeypatch.setattr(processes.np, "loadtxt", lambda path: files[path.split("/")[-1]])
+    monkeypatch.setattr("numpy.loadtxt", lambda path: files[path.split("/")[-1]])
     args = make_args(n_actors=2, envs_per_actor=2, capacity=10**9)
     args.capacity = apex.pick_capacity(args, VECTOR) // 100
     assert apex.pick_capacity(args, VECTOR) == args.capacity

@@ -62,6 +62,10 @@ def test_what_a_process_overwrites_costs_little():
     ("env_id", "normalised"),
     [("FrozenLake-v1", False), ("benchmarks.tasks:CatchCells-v0", False), ("CartPole-v1", True)],
 )
-def test_observations_within_one_stay_as_they_are(env_id, normalised):
+def test_observations_within_one_stay_as_they_are_or_get_one_scale(env_id, normalised):
     observations, _ = env_spaces(env_id)
     assert (make_norm(observations) is not None) == normalised
+    norm, one_hot = make_norm(observations, one_scale=True), torch.eye(observations.shape[0])
+    norm.update(one_hot[[0, 1, 1]])  # mean 1/3 and 2/3, deviation √(2/9); or √size long, or 10
+    expected = [-(0.5**0.5), 0.5**0.5, 0] if normalised else [0, min(10, len(one_hot) ** 0.5), 0]
+    assert norm(one_hot[1]).tolist()[:3] == pytest.approx(expected)
