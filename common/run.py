@@ -146,7 +146,7 @@ def pick_device(name: str) -> torch.device:
     if name != "cpu" and torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     if name == "cuda":
-        usage_error("--device cuda: PyTorch finds no CUDA device")
+        usage_error("cuda: PyTorch finds no such device")
     return torch.device("cpu")
 
 

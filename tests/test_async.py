@@ -43,7 +43,7 @@ def test_initial_parameters():
     torch.manual_seed(0)
     nips, nature = [0.0625, 0.0625, 0.019642], [0.0625, 0.044194, 0.041667, 0.017857]
     inputs, hidden, cells = 1 / math.sqrt(3), 1 / math.sqrt(200), 1 / math.sqrt(128)
-    n_hidden, n_cells = 3 * 200 + 200, 4 * 128 * (200 + 128 + 2)
+    unit, n_hidden, n_cells = spaces.Box(0, 1, (3,)), 3 * 200 + 200, 4 * 128 * (200 + 128 + 2)
     cases = [
         (actor_critic("nips", 4), 677_429, [*nips, 0.0625, 0.0625]),
         (actor_critic("nips", 4, lstm=True), 677_429 + 526_336, [*nips, 0.0625, 0.0625, 0.0625]),
@@ -52,7 +52,9 @@ def test_initial_parameters():
         # two networks; two means and a value; the variance
         (actor_critic("mlp", box=2), 2 * n_hidden + 604, [inputs, inputs, hidden / 10, hidden]),
     ]
+    assert a3c.ActorCritic(unit, spaces.Discrete(4), "mlp", False).norm.one_scale
     for trainer, n in itertools.product(Q_TRAINERS, (4, 18)):
+        assert bool(trainer.QNetwork(unit, spaces.Discrete(n), "mlp").norm) == (trainer is nstep_q)
         for arch, space, count, bounds in (
             ("nips", IMAGE, 676_144 + 257 * n, [*nips, 0.0625]),
             ("nature", IMAGE, 1_684_128 + 513 * n, [*nature, 0.044194]),

@@ -61,7 +61,7 @@ def differing(names):
     """Functions and classes that several of these trainers have, but not word for word the same."""
     found = {}
     for name in names:
-        source = (ROOT / f"{name}.py").read_text()
+        source = (ROOT / f"{name}.py").read_text().replace(", one_scale=True", "")
         for node in ast.parse(source).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 first = min(x.lineno for x in (node, *node.decorator_list))
@@ -73,8 +73,9 @@ def differing(names):
 def test_copies_are_word_for_word():
     own = {"Args", "ActorCritic", "QNetwork", "train", "actor_learner", "update", "pick_preset"}
     assert differing(TRAINERS) <= own | {"main"}
-    own = {"Args", "QNetwork", "actor_learner", "main"}
-    assert differing(("async_q", "nstep_q")) | differing(("async_q", "sarsa")) <= own
+    own = {"Args", "actor_learner", "main"}
+    assert differing(("async_q", "nstep_q")) <= own
+    assert differing(("async_q", "sarsa")) <= own | {"QNetwork"}
 
 
 @pytest.mark.parametrize("name", TRAINERS)
