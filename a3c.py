@@ -67,7 +67,7 @@ from torch import multiprocessing as mp
 from torch.nn import functional as F
 
 from common.evaluate import evaluate
-from common.norm import RewardScale, make_norm
+from common.norm import RewardScale, RunningNorm
 from common.processes import check, n_cores, start, stop
 from common.run import Run, RunArgs, load_checkpoint, parse_args
 from common.vec_env import env_seed, make_vec_env
@@ -208,7 +208,7 @@ class ActorCritic(nn.Module):
         orthogonal_init: bool = False,
     ) -> None:
         super().__init__()
-        self.norm = make_norm(observation_space, one_scale=True) if arch == "mlp" else None
+        self.norm = RunningNorm(observation_space) if arch == "mlp" else None
         self.discrete = isinstance(action_space, spaces.Discrete)
         # Means beyond the bounds would no longer learn, as actions are clipped there.
         self.squash = not self.discrete and action_space.is_bounded()

@@ -54,7 +54,7 @@ from torch import Tensor, nn
 from torch import multiprocessing as mp
 
 from common.evaluate import evaluate
-from common.norm import RewardScale, make_norm
+from common.norm import RewardScale, RunningNorm
 from common.processes import check, n_cores, start, stop
 from common.run import Run, RunArgs, load_checkpoint, parse_args, usage_error
 from common.vec_env import env_seed, make_vec_env
@@ -147,7 +147,7 @@ class QNetwork(nn.Module):
         orthogonal_init: bool = False,
     ) -> None:
         super().__init__()
-        self.norm = make_norm(observation_space, one_scale=True) if arch == "mlp" else None
+        self.norm = RunningNorm(observation_space) if arch == "mlp" else None
         if arch == "nips":  # (n, 4, 84, 84) → 16x20x20 → 32x9x9 → 256
             layers = [*conv(4, 16, 8, 4), *conv(16, 32, 4, 2)]
             layers += [nn.Flatten(), nn.Linear(2592, 256), nn.ReLU(inplace=True)]

@@ -180,7 +180,7 @@ class ActorCritic(nn.Module):
         n_outputs = spaces.flatdim(action_space)
         if arch == "mlp":
             n_inputs = observation_space.shape[0]
-            self.trunk = RunningNorm(n_inputs)
+            self.trunk = RunningNorm(observation_space)
             self.policy, self.value = mlp(n_inputs, n_outputs), mlp(n_inputs, 1)
         else:
             if arch == "nips":  # (n, 4, 84, 84) → 16x20x20 → 32x9x9 → 256

@@ -33,7 +33,8 @@ This is the PPO of ChainerRL's code and of PFRL, its successor in PyTorch:
   `--update-epochs 3 --anneal-clip`.
 
 Departures:
-- Rewards are divided by the size of returns, but for Atari (see common/norm.py; `--rewards raw`).
+- Rewards are divided by the size of returns, but for Atari, and one-hot vectors by one scale instead
+  of one for each component (see common/norm.py; `--rewards raw`).
 - A time limit does not cut the return: it bootstraps from V of the final observation. PFRL's MuJoCo
   example cuts it (`--no-bootstrap-limits`).
 - α and ε are those of the rollout's first step, as in the code of Schulman et al. PFRL's are those
@@ -190,7 +191,7 @@ class ActorCritic(nn.Module):
         n_outputs = spaces.flatdim(action_space)
         if arch == "mlp":
             n_inputs = observation_space.shape[0]
-            self.trunk = RunningNorm(n_inputs, eps=1e-2, clip=5.0)
+            self.trunk = RunningNorm(observation_space, eps=1e-2, clip=5.0)
             self.policy, self.value = mlp(n_inputs, n_outputs), mlp(n_inputs, 1)
         else:
             if arch == "nips":  # (n, 4, 84, 84) → 16x20x20 → 32x9x9 → 256

@@ -16,19 +16,22 @@ from common.vec_env import find_spec
 
 
 class RunningNorm(nn.Module):
-    """(x - mean) / √(var + eps), clipped to ±clip, for vectors what /255 is for images.
+    """(x - mean) / √(var + eps), clipped to ±clip: normalises vectors, as /255 does images.
 
     Mean and (population) variance are those of all vectors that `update` has seen, since the start
     of training. Hogwild's processes add to the sums without a lock and may lose each other's
-    vectors, which changes little, as the first vector c is taken off before x is squared. With
-    `one_scale` the mean is 0 and var the mean square of all components.
+    vectors, which changes little, as the first vector c is taken off before x is squared.
+
+    Where the space's bounds are within ±1, the mean is 0 and var the mean square of all components.
+    A one-hot vector divided by deviations of its own would enlarge states that are seldom seen; one
+    scale makes it √size long, as other normalised vectors are.
     """
 
-    def __init__(
-        self, size: int, eps: float = 1e-8, clip: float = 10.0, one_scale: bool = False
-    ) -> None:
+    def __init__(self, space: spaces.Box, eps: float = 1e-8, clip: float = 10.0) -> None:
         super().__init__()
-        self.eps, self.clip, self.one_scale = eps, clip, one_scale
+        size = space.shape[0]
+        self.eps, self.clip = eps, clip
+        self.one_scale = max(-space.low.min(), space.high.max()) <= 1
         self.register_buffer("first", torch.zeros(size, dtype=torch.float64))  # c
         self.register_buffer("sums", torch.zeros(3, size, dtype=torch.float64))  # Σ1, Σx-c, Σ(x-c)²
         self.register_buffer("mean", torch.zeros(size))
@@ -54,16 +57,10 @@ class RunningNorm(nn.Module):
         return ((x - self.mean) / self.std).clamp(-self.clip, self.clip)
 
 
-def make_norm(space: spaces.Box, one_scale: bool = False) -> RunningNorm | None:
-    """One for vectors whose bounds go beyond ±1; for others one with one scale, if any.
-
-    A one-hot vector divided by its deviations would enlarge states that are seldom seen. One scale
-    makes it √size long, as other normalised vectors are.
-    """
-    within_one = max(-space.low.min(), space.high.max()) <= 1
-    if within_one and not one_scale:
-        return None
-    return RunningNorm(space.shape[0], one_scale=within_one)
+def make_norm(space: spaces.Box) -> RunningNorm | None:
+    """For learners whose steps are too large for vectors √size long: None for bounds within ±1."""
+    norm = RunningNorm(space)
+    return None if norm.one_scale else norm
 
 
 class RewardScale(nn.Module):

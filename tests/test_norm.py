@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
 from common.norm import RewardScale, RunningNorm, make_norm
 from common.vec_env import env_spaces
@@ -48,7 +49,7 @@ def test_rewards_of_zero_and_beyond_numbers():
 
 def test_what_a_process_overwrites_costs_little():
     """Observations of 300 ± 1, and one update in ten is lost in one of the sums."""
-    norm, rng = RunningNorm(1), np.random.default_rng(0)
+    norm, rng = RunningNorm(spaces.Box(-np.inf, np.inf, (1,))), np.random.default_rng(0)
     for i in range(1000):
         before = norm.sums[i % 3].clone()
         norm.update(torch.from_numpy(rng.normal(300, 1, size=(5, 1))))
@@ -65,7 +66,7 @@ def test_what_a_process_overwrites_costs_little():
 def test_observations_within_one_stay_as_they_are_or_get_one_scale(env_id, normalised):
     observations, _ = env_spaces(env_id)
     assert (make_norm(observations) is not None) == normalised
-    norm, one_hot = make_norm(observations, one_scale=True), torch.eye(observations.shape[0])
+    norm, one_hot = RunningNorm(observations), torch.eye(observations.shape[0])
     norm.update(one_hot[[0, 1, 1]])  # mean 1/3 and 2/3, deviation √(2/9); or √size long, or 10
     expected = [-(0.5**0.5), 0.5**0.5, 0] if normalised else [0, min(10, len(one_hot) ** 0.5), 0]
     assert norm(one_hot[1]).tolist()[:3] == pytest.approx(expected)
