@@ -33,8 +33,8 @@ This is the PPO of ChainerRL's code and of PFRL, its successor in PyTorch:
   `--update-epochs 3 --anneal-clip`.
 
 Departures:
-- Rewards are divided by the size of returns, but for Atari, and one-hot vectors by one scale instead
-  of one for each component (see common/norm.py; `--rewards raw`).
+- Rewards are divided by the size of returns, but for Atari (`--rewards raw`), and one-hot vectors
+  by one scale instead of one for each component (see common/norm.py).
 - A time limit does not cut the return: it bootstraps from V of the final observation. PFRL's MuJoCo
   example cuts it (`--no-bootstrap-limits`).
 - α and ε are those of the rollout's first step, as in the code of Schulman et al. PFRL's are those

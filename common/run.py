@@ -85,10 +85,8 @@ def parse_args(
         if not path.exists():
             usage_error(f"{folder} is no run directory: there is no {path}")
         past = json.loads(path.read_text())
-        if args.preset not in ("auto", past.get("preset")):  # nothing of the old preset stays
-            for preset in presets.values():
-                past |= {name: getattr(default, name) for name in preset}
-            past |= presets[args.preset]
+        if args.preset not in ("auto", past.get("preset")):
+            usage_error("--preset is for a new run: leave it out with --resume and --evaluate")
         past |= {"run_dir": folder, "resume": None, "evaluate": None, "record": False}
         if args.evaluate:
             past["eval_episodes"] = default.eval_episodes

@@ -167,15 +167,6 @@ def test_flags(flags, field, value, tmp_path):
     assert getattr(args, field) == value
 
 
-def test_preset_beside_resume(tmp_path):
-    """Another preset leaves nothing that a preset sets as it was; other flags stay."""
-    past = {"preset": "short", "learning_rate": 1.4e-3, "n_envs": 7, "n_workers": 0}
-    (tmp_path / "args.json").write_text(json.dumps(past))
-    args = parse("paac", "--resume", tmp_path, "--preset", "code")
-    assert (args.learning_rate, args.entropy_coef) == (None, 0.02)
-    assert (args.n_envs, args.n_workers) == (32, 0)
-
-
 @pytest.mark.parametrize(
     ("name", "flags", "named"),
     [
@@ -189,6 +180,7 @@ def test_preset_beside_resume(tmp_path):
         ("paac", ["--env-id", "CartPole-v1", "--preset", "short"], "images"),
         ("apex", ["--env-id", "CartPole-v1", "--resume", "a_run"], "checkpoint"),
         ("paac", ["--resume", "a_run", "--run-dir", "another"], "--run-dir"),
+        ("paac", ["--resume", "a_run", "--preset", "short"], "--preset"),
     ],
 )
 def test_mistake_gets_one_line(name, flags, named, tmp_path, monkeypatch, capfd):
