@@ -54,7 +54,7 @@ class Training(Script):
 
 
 @every_trainer
-def test_ctrl_z_and_then_ctrl_c(name, tmp_path):
+def test_ctrl_z_and_fg_and_then_sigterm_twice_as_timeout_sends_it(name, tmp_path):
     with Training(name, 1, tmp_path) as run:
         run.wait_for_steps(200)
         assert len(run.members()) == 2
@@ -62,15 +62,6 @@ def test_ctrl_z_and_then_ctrl_c(name, tmp_path):
         wait_for(lambda: all(process.status() == "stopped" for process in run.members()))
         run.signal(signal.SIGCONT)
         run.wait_for_steps(50)
-        run.signal(signal.SIGINT)
-        assert run.end() == 130
-        run.check_interrupted()
-
-
-@every_trainer
-def test_sigterm_twice_as_timeout_sends_it(name, tmp_path):
-    with Training(name, 1, tmp_path) as run:
-        run.wait_for_steps(200)
         run.signal(signal.SIGTERM)
         run.signal(signal.SIGTERM)
         assert run.end() == 143
@@ -145,9 +136,16 @@ def test_signals_within_a_second_are_one(tmp_path, monkeypatch):
     assert not (tmp_path / "checkpoint.pt").exists()
 
 
-@pytest.mark.parametrize("ending", ["normal", "Ctrl-C"])
 @pytest.mark.parametrize(
-    ("name", "n_processes"), [("paac", 2), ("paac", 0), ("a3c", 2), ("apex", 2)]
+    ("name", "n_processes", "ending"),
+    [
+        ("paac", 0, "Ctrl-C"),
+        ("paac", 2, "Ctrl-C"),
+        ("paac", 2, "normal"),
+        ("a3c", 2, "Ctrl-C"),
+        ("apex", 2, "normal"),
+        ("apex", 2, "Ctrl-C"),
+    ],
 )
 def test_environments_with_processes_and_programs(name, n_processes, ending, tmp_path):
     """Nothing of them is left, though each takes a second to close.
