@@ -24,13 +24,14 @@ This is the PPO of ChainerRL's code and of PFRL, its successor in PyTorch:
 - Where M does not divide N·T, a minibatch holds the end of one epoch and the start of the next.
 - On vectors, the statistics that normalise observations change between the rollout and its epochs,
   so even the first ρ is not exactly 1.
-- The presets `atari` and `vector` are PFRL's, with changes on vectors: 8 environments, where
-  its example has 1, and α falls to zero, as in ChainerRL's batch example, where PFRL's is constant
-  (`--no-anneal-lr`). `short`, with the smaller network, is ours.
-- ChainerRL's constants, but for its LeCun weights, are `--preset vector --gamma 0.99 --gae-lambda
-  0.95 --no-standardize-advantages --n-envs 1 --total-steps 1e6 --no-bootstrap-limits --rewards raw`
-  in an environment that multiplies rewards by 0.01. Those of Table 5 of Schulman et al. are
-  `--update-epochs 3 --anneal-clip`.
+- The presets `atari` and `continuous` are PFRL's, but for two changes in `continuous`: 8
+  environments, where its example has 1, and α falls to zero, as in ChainerRL's batch example, where
+  PFRL's is constant (`--no-anneal-lr`). `vector`, the same with an entropy bonus, and `short`, with
+  the smaller network, are ours.
+- ChainerRL's constants, but for its LeCun weights, are `--preset continuous --gamma 0.99
+  --gae-lambda 0.95 --no-standardize-advantages --n-envs 1 --total-steps 1e6 --no-bootstrap-limits
+  --rewards raw` in an environment that multiplies rewards by 0.01. Those of Table 5 of Schulman et
+  al. are `--update-epochs 3 --anneal-clip`.
 
 Departures:
 - Rewards are divided by the size of returns, but for Atari (`--rewards raw`), and one-hot vectors
@@ -77,6 +78,20 @@ from common.processes import n_cores
 from common.run import RunArgs, load_checkpoint, parse_args, pick_bfloat16, pick_device
 from common.vec_env import env_seed, make_vec_env
 
+# PFRL's reproduction of PPO on MuJoCo, but for n_envs, where it has 1, and anneal_lr, where it has
+# False: σ shrinks as training goes on, and steps of a constant α may then ruin the policy.
+MUJOCO = {
+    "total_steps": 2_000_000,
+    "update_interval": 2048,
+    "minibatch_size": 64,
+    "update_epochs": 10,
+    "learning_rate": 3e-4,
+    "clip_coef": 0.2,
+    "gamma": 0.995,
+    "gae_lambda": 0.97,
+    "entropy_coef": 0.0,
+    "max_grad_norm": None,
+}
 # What differs from Args, which has the constants of PFRL's Atari example, train_ppo_ale.
 PRESETS = {
     "atari": {},
@@ -88,27 +103,16 @@ PRESETS = {
         "update_interval": 2048,
         "learning_rate": 1e-3,
     },
-    # PFRL's reproduction of PPO on MuJoCo, but for n_envs, where it has 1, and anneal_lr, where it
-    # has False: σ shrinks as training goes on, and steps of a constant α may then ruin the policy.
-    "vector": {
-        "total_steps": 2_000_000,
-        "update_interval": 2048,
-        "minibatch_size": 64,
-        "update_epochs": 10,
-        "learning_rate": 3e-4,
-        "clip_coef": 0.2,
-        "gamma": 0.995,
-        "gae_lambda": 0.97,
-        "entropy_coef": 0.0,
-        "max_grad_norm": None,
-    },
+    "continuous": MUJOCO,
+    "vector": MUJOCO | {"entropy_coef": 0.01},  # Discrete actions; 0 may stop exploring too early
 }
 
 
 @dataclass
 class Args(RunArgs):
-    preset: Literal["auto", "atari", "short", "vector"] = "auto"
-    """constants, see PRESETS (short: images); auto: atari for images, else vector"""
+    preset: Literal["auto", "atari", "short", "vector", "continuous"] = "auto"
+    """constants, see PRESETS (short: images); auto: atari for images, else continuous for Box
+    actions, else vector"""
     total_steps: int = 10_000_000
     """agent steps of all environments; 1 step = 1 action = 4 frames on Atari"""
     seed: int = 1
@@ -492,7 +496,9 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def pick_preset(args: Args, observations: gym.Space, actions: gym.Space) -> str:
-    return "atari" if len(observations.shape) == 3 else "vector"
+    if len(observations.shape) == 3:
+        return "atari"
+    return "continuous" if isinstance(actions, spaces.Box) else "vector"
 
 
 def main(argv: list[str] | None = None) -> int:
