@@ -551,7 +551,7 @@ def main(argv: list[str] | None = None) -> int:
     reward_scale = RewardScale(args)
 
     if args.evaluate:
-        load_checkpoint("a3c", args.evaluate, model=model)
+        load_checkpoint("a3c", args.run_dir, model=model)
     else:
         parts = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
         with Run("a3c", args, model=model, reward_scale=reward_scale, **parts) as run:

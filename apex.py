@@ -741,7 +741,7 @@ def main(argv: list[str] | None = None) -> int:
     reward_scale = RewardScale(args, size=10.0)
 
     if args.evaluate:
-        load_checkpoint("apex", args.evaluate, model=model)
+        load_checkpoint("apex", args.run_dir, model=model)
     else:
         args.capacity = pick_capacity(args, observations)
         parts = {"model": model, "target_model": target_model, "optimizer": optimizer}

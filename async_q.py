@@ -427,7 +427,7 @@ def main(argv: list[str] | None = None) -> int:
     reward_scale = RewardScale(args, size=10.0)
 
     if args.evaluate:
-        load_checkpoint("async_q", args.evaluate, model=model)
+        load_checkpoint("async_q", args.run_dir, model=model)
     else:
         parts = {"model": model, "target_model": target_model, "optimizer": optimizer}
         with Run("async_q", args, **parts, reward_scale=reward_scale) as run:

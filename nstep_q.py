@@ -422,7 +422,7 @@ def main(argv: list[str] | None = None) -> int:
     reward_scale = RewardScale(args)
 
     if args.evaluate:
-        load_checkpoint("nstep_q", args.evaluate, model=model)
+        load_checkpoint("nstep_q", args.run_dir, model=model)
     else:
         parts = {"model": model, "target_model": target_model, "optimizer": optimizer}
         with Run("nstep_q", args, **parts, reward_scale=reward_scale) as run:

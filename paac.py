@@ -105,7 +105,7 @@ PRESETS = {
 @dataclass
 class Args(RunArgs):
     preset: Literal["auto", "paper", "code", "short", "vector", "continuous"] = "auto"
-    """constants, see PRESETS (short: images); auto: paper for images, continuous for Box actions,
+    """constants, see PRESETS (short: images); auto: continuous for Box actions, paper for images,
     else vector"""
     total_steps: int = 115_000_000
     """N_max: agent steps of all environments; 1 step = 1 action = 4 frames on Atari"""
@@ -221,7 +221,7 @@ class ActorCritic(nn.Module):
     def sample(self, outputs: Tensor) -> Tensor:
         """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim) → (n, action_dim)."""
         if self.discrete:
-            # the largest π(a|s) / Exp(1) is a draw from π; torch.multinomial would wait for a GPU
+            # the largest π(a|s) / Exp(1) is a draw from π; torch.multinomial would wait for the GPU
             return (outputs.softmax(-1) / torch.empty_like(outputs).exponential_()).argmax(-1)
         return outputs + self.log_std.exp() * torch.randn_like(outputs)
 
@@ -451,7 +451,7 @@ def main(argv: list[str] | None = None) -> int:
     reward_scale = RewardScale(args)
 
     if args.evaluate:
-        load_checkpoint("paac", args.evaluate, model=model)
+        load_checkpoint("paac", args.run_dir, model=model)
     else:
         with Run("paac", args, model=model, optimizer=optimizer, reward_scale=reward_scale) as run:
             train(args, run, model, optimizer, reward_scale, device)

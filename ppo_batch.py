@@ -34,8 +34,8 @@ This is the PPO of ChainerRL's code and of PFRL, its successor in PyTorch:
   al. are `--update-epochs 3 --anneal-clip`.
 
 Departures:
-- Rewards are divided by the size of returns, but for Atari (`--rewards raw`), and one-hot vectors
-  by one scale instead of one for each component (see common/norm.py).
+- Rewards are divided by the size of returns, but for Atari; PFRL has `--rewards raw`. Vectors whose
+  bounds are within ±1 keep their mean and have one scale (see common/norm.py).
 - A time limit does not cut the return: it bootstraps from V of the final observation. PFRL's MuJoCo
   example cuts it (`--no-bootstrap-limits`).
 - α and ε are those of the rollout's first step, as in the code of Schulman et al. PFRL's are those
@@ -237,7 +237,7 @@ class ActorCritic(nn.Module):
     def sample(self, outputs: Tensor) -> Tensor:
         """Actions of π: (n, n_actions) → (n,) int64, or (n, action_dim) → (n, action_dim)."""
         if self.discrete:
-            # the largest π(a|s) / Exp(1) is a draw from π; torch.multinomial would wait for a GPU
+            # the largest π(a|s) / Exp(1) is a draw from π; torch.multinomial would wait for the GPU
             return (outputs.softmax(-1) / torch.empty_like(outputs).exponential_()).argmax(-1)
         return outputs + self.log_std.exp() * torch.randn_like(outputs)
 
@@ -524,7 +524,7 @@ def main(argv: list[str] | None = None) -> int:
     reward_scale = RewardScale(args)
 
     if args.evaluate:
-        load_checkpoint("ppo_batch", args.evaluate, model=model)
+        load_checkpoint("ppo_batch", args.run_dir, model=model)
     else:
         with Run("ppo_batch", args, model=model, adam=optimizer, reward_scale=reward_scale) as run:
             train(args, run, model, optimizer, reward_scale, device)

@@ -433,7 +433,7 @@ def main(argv: list[str] | None = None) -> int:
     reward_scale = RewardScale(args, size=10.0)
 
     if args.evaluate:
-        load_checkpoint("sarsa", args.evaluate, model=model)
+        load_checkpoint("sarsa", args.run_dir, model=model)
     else:
         parts = {"model": model, "target_model": target_model, "optimizer": optimizer}
         with Run("sarsa", args, **parts, reward_scale=reward_scale) as run:

@@ -57,7 +57,8 @@ def save_returns(run_dir: Path, returns: np.ndarray) -> None:
 
     result = {name: float(getattr(returns, name)()) for name in ("mean", "std", "min", "max")}
     n = len(returns)
-    print("{} episodes: {mean:.2f} ± {std:.2f}, {min:.2f} to {max:.2f}".format(n, **result))
+    line = "return of {} episodes: {mean:.2f} ± {std:.2f}, {min:.2f} to {max:.2f}"
+    print(line.format(n, **result))
     path = run_dir / "summary.json"
     summary = json.loads(path.read_text()) if path.exists() else {}
     write_json(path, summary | {"eval": {"episodes": n} | result})

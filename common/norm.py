@@ -22,9 +22,9 @@ class RunningNorm(nn.Module):
     of training. Hogwild's processes add to the sums without a lock and may lose each other's
     vectors, which changes little, as the first vector c is taken off before x is squared.
 
-    Where the space's bounds are within ±1, the mean is 0 and var the mean square of all components.
-    A one-hot vector divided by deviations of its own would enlarge states that are seldom seen; one
-    scale makes it √size long, as other normalised vectors are.
+    Where the space's bounds are within ±1, the mean is 0 and var the mean square of all components:
+    deviations of its own for each component of a one-hot vector would enlarge states that are
+    seldom seen.
     """
 
     def __init__(self, space: spaces.Box, eps: float = 1e-8, clip: float = 10.0) -> None:

@@ -119,10 +119,7 @@ def only_in_this_process(handler: Callable) -> Callable:
 
 @contextlib.contextmanager
 def on_signals(handler: Callable) -> Iterator[None]:
-    """Within it SIGINT and SIGTERM call handler(number), but not where we run in a thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Within it SIGINT and SIGTERM call handler(number)."""
     handle = only_in_this_process(handler)
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -29,7 +29,7 @@ PRINT_SECONDS = 30  # between two lines, where there is no terminal for a progre
 
 @dataclasses.dataclass
 class RunArgs:
-    """The flags of every trainer that have nothing to do with its algorithm."""
+    """The flags of every trainer."""
 
     env_id: str = "PongNoFrameskip-v4"
     """any Gymnasium id, `module:Id` included"""
@@ -105,12 +105,7 @@ def parse_args(
         )
     if folder and args.run_dir != folder:
         usage_error("--run-dir is for a new run: leave it out with --resume and --evaluate")
-    # before an environment can change the working directory
-    folders = {
-        name: path and os.path.abspath(path)
-        for name, path in vars(args).items()
-        if name in ("run_dir", "resume", "evaluate")
-    }
+    run_dir = os.path.abspath(args.run_dir)  # before an environment can change the directory
     try:
         observations, actions = env_spaces(args.env_id, args.env_kwargs)
     except (gym.error.Error, ImportError, TypeError, ValueError) as error:
@@ -122,21 +117,14 @@ def parse_args(
         default = dataclasses.replace(default, **presets[preset])
         args = tyro.cli(type(default), args=argv, default=default)
         args.preset = preset
-    vars(args).update(folders)
+    args.run_dir = run_dir
     return args, observations, actions
 
 
 def plain_flags(argv: list[str]) -> list[str]:
-    """`--total-steps 1e6` as 1000000, and `--anneal-lr False` as --no-anneal-lr."""
-    plain: list[str] = []
-    for word in argv:
-        if word == "False":
-            plain[-1] = plain[-1].replace("--", "--no-", 1)
-        elif word != "True":
-            if re.fullmatch(r"\d+e\d+|\d+\.\d{1,3}e([3-9]|\d\d)", word):
-                word = str(int(float(word)))
-            plain.append(word)
-    return plain
+    """`--total-steps 1e6` as 1000000."""
+    whole = re.compile(r"\d+e\d+|\d+\.\d{1,3}e([3-9]|\d\d)")
+    return [str(int(float(word))) if whole.fullmatch(word) else word for word in argv]
 
 
 def pick_device(name: str) -> torch.device:
@@ -194,7 +182,7 @@ class Run:
         self.returns: deque[float] = deque(maxlen=100)
         self.finished: list[tuple[float, int]] = []  # episodes since the last point of the curves
         if args.resume:
-            checkpoint = load_checkpoint(script, args.resume, **parts)
+            checkpoint = load_checkpoint(script, args.run_dir, **parts)
             self.step, self.updates = checkpoint["step"], checkpoint["updates"]
             self.episodes, self.returns = checkpoint["episodes"], deque(checkpoint["returns"], 100)
             self.started -= checkpoint["wall_seconds"]

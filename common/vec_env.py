@@ -235,7 +235,7 @@ def make_env(env_id: str, env_kwargs: dict, render_mode: str | None = None) -> g
         return make_atari_env(spec, env_kwargs, render_mode)
     if render_mode:
         env_kwargs = env_kwargs | {"render_mode": render_mode}
-    env = gym.make(spec, disable_env_checker=True, **env_kwargs)
+    env = gym.make(spec, **env_kwargs)
     space = env.observation_space
     if isinstance(space, spaces.Dict) and [type(x) for x in space.values()] == [spaces.Box]:
         (key,) = space

@@ -1,4 +1,4 @@
-"""Rewards of any size. Observations of any size are in test_paac.py and test_async.py."""
+"""Rewards and observations of any size."""
 
 import math
 from types import SimpleNamespace

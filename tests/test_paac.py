@@ -331,7 +331,7 @@ def test_loss_by_hand() -> None:
     entropies = torch.tensor([[1.0, 0.5], [0.5, 1.0]], requires_grad=True)
     values = torch.tensor([[1.0, 1.0], [0.0, 1.0]], requires_grad=True)
     returns = torch.tensor([[2.0, 0.0], [1.0, 3.0]])
-    parts = paac.paac_loss(log_probs, entropies, values, returns, 0.1, 0.25)
+    parts = paac.paac_loss(log_probs, entropies, values, returns, 0.1, paac.Args().value_coef)
     assert torch.stack(parts).tolist() == pytest.approx([5.725, (10 - 0.1 * 3) / 2, 0.25 * 7 / 2])
     parts[0].backward()
     torch.testing.assert_close(log_probs.grad, torch.tensor([[-0.5, 0.5], [-0.5, -1.0]]))
@@ -369,6 +369,18 @@ PRESETS = [  # trainer, flags, constants, initial α, ε of the optimiser
     (async_q, "--preset short", {"orthogonal_init": True}, 7e-4, 1e-5),
     (sarsa, "--preset short", {"orthogonal_init": True}, 7e-4, 1e-5),
 ]
+
+
+def test_preset_of_a_task() -> None:
+    """Of vectors and of images, with Discrete actions and with a Box."""
+    kinds = spaces.Discrete(2), BOX_ACTIONS
+    tasks = [(observations, actions) for actions in kinds for observations in (VECTOR, IMAGE)]
+    for trainer, names in (
+        (paac, ["vector", "paper", "continuous", "continuous"]),
+        (a3c, ["vector", "atari", "continuous", "continuous"]),
+        (ppo_batch, ["vector", "atari", "continuous", "atari"]),
+    ):
+        assert [trainer.pick_preset(trainer.Args(), *task) for task in tasks] == names
 
 
 @pytest.mark.parametrize("preset", PRESETS)

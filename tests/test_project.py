@@ -1,4 +1,4 @@
-"""What the texts say is what the code does; copies are copies; the results are whole."""
+"""Commands in the texts are understood; copies are copies; the results are whole."""
 
 import ast
 import csv

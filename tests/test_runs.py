@@ -7,7 +7,6 @@ import pickle
 import re
 import shutil
 import signal
-import threading
 
 import pytest
 import torch
@@ -113,6 +112,8 @@ def check_resume(name, run_dir, before):
             assert 0 < ratio < 1
             n_updates.add(round(math.log(ratio) / math.log(decays[key])))
             torch.testing.assert_close(now, tensor * ratio, rtol=1e-3, atol=1e-30)
+    if name != "apex":  # whose actors see the rewards
+        assert after["reward_scale"]["sums"][0] == 800
     assert len(n_updates) == 1
     if before["updates"]:  # which nobody counts in Hogwild
         per_update = 4 if name == "ppo_batch" else 1  # minibatches
@@ -156,7 +157,6 @@ def check_refused(name, run_dir, capfd):
         (["--total-steps", "1e6"], "total_steps", 1_000_000),
         (["--total-steps", "1_000_000"], "total_steps", 1_000_000),
         (["--learning-rate", "1e-3"], "learning_rate", 0.001),
-        (["--record", "False"], "record", False),
         (["--no-record"], "record", False),
         (["--rewards", "raw"], "rewards", "raw"),
         (["--preset", "code", "--max-grad-norm", "5"], "max_grad_norm", 5),
@@ -199,15 +199,6 @@ def test_wrong_value_of_a_flag(name, capfd):
     for flags in (["--total-steps", "many"], ["--preset", "fast"], ["--no-such-flag", "1"]):
         assert run(name, *flags) == 2
         assert flags[0] in "".join(capfd.readouterr())
-
-
-def test_main_works_in_a_thread(tmp_path):
-    status = []
-    flags = [*small("paac", 0), "--total-steps", 40, "--run-dir", tmp_path / "run"]
-    thread = threading.Thread(target=lambda: status.append(run("paac", *flags)))
-    thread.start()
-    thread.join()
-    assert status == [0] and summary(tmp_path / "run")["steps"] == 40
 
 
 def test_environment_that_changes_the_working_directory(tmp_path, monkeypatch):

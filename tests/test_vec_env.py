@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -252,12 +251,3 @@ def test_signals_call_the_handler_in_this_process_only() -> None:
             os.kill(pid, number)
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -number
     assert arrived == numbers and before == [signal.getsignal(number) for number in numbers]
-
-
-def test_on_signals_sets_nothing_in_a_thread() -> None:
-    def look() -> Any:
-        with on_signals(print):
-            return signal.getsignal(signal.SIGTERM)
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(look).result() is signal.getsignal(signal.SIGTERM)
