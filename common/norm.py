@@ -67,7 +67,7 @@ class RewardScale(nn.Module):
     """Rewards to learn from, as --rewards says: r clipped to ±1, r / σ clipped to ±10·size, or r.
 
     σ = √(mean of G_t²) / size, over all steps t since the start of training. G_t = Σ_k γ^k r_{t+k}
-    is the return from step t to the end of its episode, or as far as it has come. Gymnasium's
+    is the return from step t to the end of its episode, or to now. Gymnasium's
     NormalizeReward takes the return up to step t. Where the last step alone is rewarded, that is 0
     at all steps before it, and σ too small.
 
@@ -84,9 +84,9 @@ class RewardScale(nn.Module):
             self.how = "clip" if is_atari(find_spec(args.env_id)) else "scale"
         self.limit = {"clip": 1.0, "scale": 10 * size, "raw": math.inf}[self.how]
         self.gamma, self.size = args.gamma, size
-        # Σ_t γ^(T-t) G_t and Σ_t γ^2(T-t) over the steps t of an episode, of each environment
-        self.returns: Any = 0.0
-        self.weights: Any = 0.0
+        # of each environment, over the steps t of its episode
+        self.sum_G: Any = 0.0  # Σ_t γ^(T-t) G_t
+        self.sum_gamma: Any = 0.0  # Σ_t γ^2(T-t)
         self.seen = np.zeros(2)  # Σ1 and ΣG² since the last update
         self.register_buffer("sums", torch.zeros(2, dtype=torch.float64))  # of all steps
 
@@ -95,11 +95,11 @@ class RewardScale(nn.Module):
 
         Each G_t grows by γ^(T-t) r, and so Σ_t G_t² by r (2 Σ_t γ^(T-t) G_t + r Σ_t γ^2(T-t)).
         """
-        self.returns = self.gamma * self.returns
-        self.weights = self.gamma**2 * self.weights + 1
-        self.seen += rewards.size, (rewards * (2 * self.returns + rewards * self.weights)).sum()
-        self.returns = (self.returns + rewards * self.weights) * ~dones
-        self.weights = self.weights * ~dones
+        self.sum_G = self.gamma * self.sum_G
+        self.sum_gamma = self.gamma**2 * self.sum_gamma + 1
+        self.seen += rewards.size, (rewards * (2 * self.sum_G + rewards * self.sum_gamma)).sum()
+        self.sum_G = (self.sum_G + rewards * self.sum_gamma) * ~dones
+        self.sum_gamma = self.sum_gamma * ~dones
 
     def update(self) -> np.ndarray:
         """Add what has been seen, under torchrun by all ranks, and return what was added, (2,)."""

@@ -89,7 +89,7 @@ def parse_args(
             usage_error("--preset is for a new run: leave it out with --resume and --evaluate")
         past |= {"run_dir": folder, "resume": None, "evaluate": None, "record": False}
         if args.evaluate:
-            past["eval_episodes"] = default.eval_episodes
+            past["eval_episodes"] = default.eval_episodes  # it may have been 0 after training
         past = {
             name: tuple(x) if isinstance(x, list) else x
             for name, x in past.items()
