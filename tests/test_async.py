@@ -210,7 +210,8 @@ def prepare(trainer, monkeypatch, ends=ENDS, continuous=False, folder=None, **fl
     words = ["--env-id", "tests.async_envs:AsyncWalk-v0", "--env-kwargs", kwargs]
     constants = CONSTANTS | {INTERVAL[trainer]: 5} | ({} if trainer is a3c else EXPLORATION)
     for name, value in (constants | flags).items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
+        words += [f"--{'no-' if value is False else ''}{name.replace('_', '-')}"]
+        words += [] if isinstance(value, bool) else [str(value)]
     run = contextlib.nullcontext(SimpleNamespace(complete=True))
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "Run", lambda script, args, **parts: run)
