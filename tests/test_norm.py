@@ -8,6 +8,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
+import apex
 from common.norm import RewardScale, RunningNorm, make_norm
 from common.vec_env import env_spaces
 
@@ -66,6 +67,7 @@ def test_what_a_process_overwrites_costs_little():
 def test_observations_within_one_stay_as_they_are_or_get_one_scale(env_id, normalised):
     observations, _ = env_spaces(env_id)
     assert (make_norm(observations) is not None) == normalised
+    assert bool(apex.QNetwork(observations, spaces.Discrete(2)).norm) == normalised
     norm, one_hot = RunningNorm(observations), torch.eye(observations.shape[0])
     norm.update(one_hot[[0, 1, 1]])  # mean 1/3 and 2/3, deviation √(2/9); or √size long, or 10
     expected = [-(0.5**0.5), 0.5**0.5, 0] if normalised else [0, min(10, len(one_hot) ** 0.5), 0]
