@@ -155,6 +155,7 @@ def check_refused(name, run_dir, capfd):
     ("flags", "field", "value"),
     [
         (["--total-steps", "1e6"], "total_steps", 1_000_000),
+        (["--total-steps=1e6"], "total_steps", 1_000_000),
         (["--total-steps", "1_000_000"], "total_steps", 1_000_000),
         (["--learning-rate", "1e-3"], "learning_rate", 0.001),
         (["--no-record"], "record", False),
