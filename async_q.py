@@ -82,12 +82,12 @@ PRESETS = {
         "total_steps": 1_000_000,
         "epsilon_steps": 200_000,
         "update_interval": 20,
-        "target_interval": 500,
-        "learning_rate": 2e-3,
+        "target_interval": 200,
+        "learning_rate": 4e-3,
         # with (0.1, 0.01, 0.5), two processes may both draw 0.5 and never learn CartPole
         "epsilon_finals": (0.1,),
         "epsilon_probs": (1.0,),
-        "rms_eps": 1e-5,
+        "rms_eps": 1e-3,
         "eval_epsilon": 0.0,
     },
 }
