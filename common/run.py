@@ -123,8 +123,8 @@ def parse_args(
 
 def plain_flags(argv: list[str]) -> list[str]:
     """`--total-steps 1e6` as 1000000."""
-    whole = re.compile(r"(^|(?<==))(\d+e\d+|\d+\.\d{1,3}e([3-9]|\d\d))$")
-    return [whole.sub(lambda number: str(int(float(number[0]))), word) for word in argv]
+    whole = re.compile(r"^(--[\w-]+=)?(\d+e\d+|\d+\.\d{1,3}e([3-9]|\d\d))$")
+    return [whole.sub(lambda m: (m[1] or "") + str(int(float(m[2]))), word) for word in argv]
 
 
 def pick_device(name: str) -> torch.device:
