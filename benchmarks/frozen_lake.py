@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gymnasium as gym
 import numpy as np
+import tyro
 
 from common.evaluate import play
 from common.run import RunArgs
@@ -28,7 +29,7 @@ def q_values(transitions: dict, values: np.ndarray, gamma: float) -> np.ndarray:
     )
 
 
-def main() -> None:
+def main(seeds: tuple[int, ...] = (1, 2, 3, 4, 5)) -> None:
     env = gym.make("FrozenLake-v1")
     transitions = env.unwrapped.P
     values = np.zeros(len(transitions))
@@ -39,11 +40,11 @@ def main() -> None:
     for _ in range(env.spec.max_episode_steps):
         earned = q_values(transitions, earned, 1.0)[np.arange(len(policy)), policy]
     print(f"mean: {earned[0]:.3f}")
-    for seed in range(1, 6):
+    for seed in seeds:
         args = RunArgs(env_id="FrozenLake-v1")
         args.seed = seed
         print(f"seed {seed}: {play(args, lambda obs: policy[obs.argmax(1)], 100).mean()}")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)
