@@ -354,7 +354,7 @@ def actor_learner(
     args: Args,
     first_step: int,
     model: ActorCritic,
-    optimizers: list[RMSProp | MomentumSGD],
+    optimizer: RMSProp | MomentumSGD,
     reward_scale: RewardScale,
     counts: Tensor,
     ending: Tensor,
@@ -364,7 +364,8 @@ def actor_learner(
 
     Args:
         first_step: T when this process was started.
-        model, optimizers, reward_scale: θ and the statistics, shared by all processes.
+        model, optimizer, reward_scale: θ and the statistics, shared by all processes, but for
+            the optimizer's where --optimizer says so.
         counts: (n_processes,) int64, shared: steps of each process, whose sum is T. The first one
             has those of earlier parts of the run.
         ending: (1,) bool, shared: all processes are to end.
@@ -372,7 +373,6 @@ def actor_learner(
     """
     counts, ending = counts.numpy(), ending.numpy()
     parameters = list(model.parameters())
-    optimizer = optimizers[index % len(optimizers)]
     torch.manual_seed(env_seed(args.seed, first_step, index))
     envs = make_vec_env(args.env_id, 1, 0, args.env_kwargs)  # one environment: n = 1 from here on
     local_model = copy.deepcopy(model)
@@ -469,14 +469,14 @@ def train(
     counts = torch.zeros(args.n_processes, dtype=torch.int64)
     counts[0] = run.step
     ending = torch.tensor([False])
-    # All of it moves into shared memory when the first process gets it.
-    shared = model, optimizers, reward_scale, counts, ending
     processes, connections, losses = [], [], {}
     try:
         for i in range(args.n_processes):
             ours, theirs = mp.Pipe(duplex=False)
             connections.append(ours)
             name = f"actor-learner {i}"
+            # all of it moves into shared memory when a process gets it
+            shared = model, optimizers[i % len(optimizers)], reward_scale, counts, ending
             processes.append(start(name, actor_learner, i, args, run.step, *shared, theirs))
             theirs.close()
         while not run.complete and not run.stopped:

@@ -11,6 +11,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,11 @@ import torch
 from torch import multiprocessing as mp
 
 CLOSE_SECONDS = 60  # for a process to close its environments, before it is killed
+
+# Processes are forks of a server that has imported these, which would take each of them two
+# seconds. On macOS libraries may fail after a fork.
+METHOD = "forkserver" if sys.platform == "linux" else "spawn"
+LIBRARIES = ["torch", "gymnasium.wrappers.vector", "ale_py.vector_env", "tyro", "tqdm", "psutil"]
 
 
 class WorkerError(RuntimeError):
@@ -55,8 +61,13 @@ def keep_freed_memory() -> None:
 
 def start(name: str, target: Callable, *args: Any) -> mp.Process:
     """Run `target(*args)` in a new process; tensors in shared memory stay shared."""
-    process = mp.get_context("spawn").Process(target=_enter, args=(target, *args), name=name)
+    context = mp.get_context(METHOD)
+    context.set_forkserver_preload(LIBRARIES)
+    process = context.Process(target=_enter, args=(target, *args), name=name)
+    # blocked for the server, which starts with the first process: it must outlive all of them
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     process.start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     return process
 
 
@@ -71,6 +82,8 @@ def _enter(target: Callable, *args: Any) -> None:
     # programs that an environment starts would inherit that, and its close() could not end them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, only_in_this_process(lambda number: None))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    np.random.seed()  # as in a process of its own: environments may draw from it
     try:
         target(*args)
     except BrokenPipeError:

@@ -7,7 +7,7 @@ environment, which has threads of its own.
     envs = make_vec_env("HalfCheetah-v5", n_envs=32, n_workers=2)
     envs = VecEnv([lambda: gym.make("CartPole-v1")] * 32, n_workers=2)
 
-Workers are spawned, so a script that uses them needs `if __name__ == "__main__":`.
+Workers import the script, so one that uses them needs `if __name__ == "__main__":`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 import contextlib
 import importlib
 import json
-import multiprocessing
+import multiprocessing.forkserver
 import os
+import signal
 import sys
 import time
 import types
@@ -14,10 +15,12 @@ import numpy as np
 import psutil
 import torch
 
+from common import processes
 from common.run import parse_args
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINERS = ("paac", "a3c", "async_q", "nstep_q", "sarsa", "ppo_batch", "apex")
+processes.LIBRARIES += ["torch._dynamo", "torch.utils.tensorboard", "PIL.Image", "cv2"]
 PATIENCE = 120  # seconds after which a test gives up
 
 # How a trainer runs within seconds, and the flag that sets the number of its processes.
@@ -76,13 +79,12 @@ class Script(contextlib.AbstractContextManager):
         """Its output goes into `stdout` and `stderr` in the folder."""
         # A server that has imported the libraries forks the script, which saves three seconds.
         context = multiprocessing.get_context("forkserver")
-        libraries = ["torch._dynamo", "torch.utils.tensorboard", "gymnasium.wrappers", "psutil"]
-        libraries += ["ale_py.vector_env", "tyro", "tqdm", "PIL.Image", "cv2"]
-        context.set_forkserver_preload(libraries)
+        context.set_forkserver_preload(processes.LIBRARIES)
         self.folder = folder
         ready, theirs = context.Pipe(duplex=False)
         argv = [str(path), *map(str, flags)]
-        self.process = context.Process(target=run_script, args=(argv, folder, theirs))
+        args = argv, folder, dict(os.environ), theirs
+        self.process = context.Process(target=run_script, args=args)
         self.process.start()
         self.pid = self.process.pid
         theirs.close()
@@ -118,13 +120,16 @@ class Script(contextlib.AbstractContextManager):
         return self.process.exitcode
 
 
-def run_script(argv, folder, ready):
+def run_script(argv, folder, environ, ready):
     os.setpgid(0, 0)
+    os.environ.update(environ)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     ready.send(None)
     ready.close()
     multiprocessing.set_start_method(None, force=True)
+    multiprocessing.forkserver._forkserver.__init__()  # its processes come from its own server
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # which common.processes blocks
     path = Path(argv[0])
     sys.argv = argv
     sys.path = [str(path.parent), *(folder for folder in sys.path if Path(folder) != ROOT)]

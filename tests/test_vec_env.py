@@ -168,6 +168,7 @@ def test_from_make_to_close(n_workers: int, made: int, slow: float, log: Path) -
     assert len(notes(log, "made")) == len(notes(log, "closed")) == made
     assert not any(map(runs, held))
     assert len(set(notes(log, "stepped"))) == max(n_workers, 1)  # processes
+    assert len(set(notes(log, "drew"))) == made  # of np.random, whose state a fork would copy
 
 
 def simulators(log: Path, bad: int, **kwargs: Any) -> list[functools.partial]:
@@ -179,11 +180,8 @@ FAILURES = [("made", 0, 1), ("stepped", 0, 5), ("closed", 0, 4), ("made", 2, 4),
 
 
 @pytest.mark.parametrize(("fail", "n_workers", "closed"), FAILURES)
-def test_what_raises(fail: str, n_workers: int, closed: int, log: Path, capfd: Any) -> None:
-    """A worker is named, its error is on stderr; all environments that were made are closed.
-
-    With workers that is one more, which was asked for its spaces.
-    """
+def test_what_raises(fail: str, n_workers: int, closed: int, log: Path) -> None:
+    """A worker is named; all environments that were made are closed, the one for spaces as well."""
     error, message = RuntimeError, f"broken when {fail}"
     if n_workers:
         error, message = WorkerError, r"worker 1 \(environments 2 to 4\).* exit code 1$"
@@ -192,7 +190,6 @@ def test_what_raises(fail: str, n_workers: int, closed: int, log: Path, capfd: A
         with contextlib.closing(VecEnv(fns, n_workers)) as envs:
             envs.reset(seed=0)
             envs.step(np.zeros(5, int))
-    assert n_workers == 0 or f"RuntimeError: broken when {fail}" in capfd.readouterr().err
     assert len(notes(log, "closed")) == closed
 
 
