@@ -6,7 +6,7 @@ up to t_max steps or to the end of the episode, and then applies its gradient to
 
     R_i = r_i + γ R_{i+1},    R = 0 after a termination, else V(s_t; θ′)
     L = Σ_i [ -log π(a_i|s_i; θ′) (R_i - v_i) - β H(π(s_i; θ′)) + 0.25 (R_i - V(s_i; θ′))² ]
-    d = ∇L with v_i = V(s_i; θ′) held constant, scaled to a norm of at most 40
+    d = ∇L with R_i and v_i = V(s_i; θ′) held constant, scaled to a norm of at most 40
     g ← 0.99 g + 0.01 d²,    θ ← θ - α d / √(g + ε),    α = 0.0007 (1 - T / T_max)     (eq. S2, S3)
 
 RMSProp's g is shared as well.
@@ -24,8 +24,8 @@ Where the sources differ or are silent:
   et al. 2015 for its 57 games (`--arch nature`).
 - t_max = 5 is the supplement's; the author told others 20. α = 0.0007, ε = 0.1 and the clipping
   threshold of 40 are not in the paper: reproductions cite the author's e-mail. g starts from 0.
-- The squared value error has the coefficient 0.25, where the formulas have 1: reproductions have a
-  coefficient, and the author halved the critic's learning rate.
+- The squared value error has the coefficient 0.25, where the formulas have 1: reproductions halve
+  the square, and the author halved the critic's learning rate.
 - The loss has the entropy of sec. 4, which Algorithm S3 leaves out. Gradients are summed
   over the rollout, not averaged.
 - α falls to zero over T_max by the global step.
@@ -35,7 +35,7 @@ Where the sources differ or are silent:
 Departures:
 - A time limit does not cut the return: it bootstraps from V of the final observation. Sec. 9 learns
   from whole episodes and never bootstraps.
-- Sec. 9 always has an LSTM; here it needs `--lstm`. Its networks for pictures are left out.
+- Sec. 9 always has an LSTM; here it needs `--lstm`. With pictures they are those of Atari.
 - With Box actions σ² is the softplus of one parameter and starts at 0.17; in sec. 9 it is that of
   an output of the network. μ starts near 0. Where all actions are bounded, it is a tanh; in sec. 9
   it is linear. The coefficient of the value error is 1, g starts from 1. Actions are mapped from
@@ -87,7 +87,7 @@ PRESETS = {
         "anneal_entropy": True,
         "rms_eps": 1e-5,
     },
-    # With --lstm: gradients through 20 steps, as the author used on Atari.
+    # Vectors with --lstm: gradients through 20 steps, as the author used on Atari.
     "recurrent": {
         "total_steps": 1_000_000,
         "t_max": 20,
@@ -254,9 +254,9 @@ class ActorCritic(nn.Module):
         return outputs + F.softplus(self.variance).sqrt() * torch.randn_like(outputs)
 
     def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """log π(a|s), (...,), and H(π(s)), (...,), or one number for a Gaussian.
+        """log π(a|s) and H(π(s)), (...,) each.
 
-        For that sec. 9 prints ½ (log 2πσ² + 1), the entropy of one dimension.
+        For a Gaussian, sec. 9 prints H = ½ (log 2πσ² + 1), the entropy of one dimension.
         """
         if self.discrete:
             log_probs = outputs.log_softmax(-1)
@@ -265,7 +265,7 @@ class ActorCritic(nn.Module):
         variance = F.softplus(self.variance)
         log_2_pi_variance = (2 * math.pi * variance).log()
         log_probs = -((actions - outputs).square() / variance + log_2_pi_variance).sum(-1) / 2
-        return log_probs, (log_2_pi_variance + 1) / 2
+        return log_probs, ((log_2_pi_variance + 1) / 2).expand_as(log_probs)
 
 
 # --- mathematics
@@ -289,8 +289,6 @@ def a3c_loss(
     value_coef: float,
 ) -> tuple[Tensor, Tensor]:
     """Algorithm S3's accumulated gradients as a loss: sums over the rollout; all (t,).
-
-    A Gaussian's entropy is one number, which counts t times.
 
     Returns: the part of the policy, entropy included, and that of the value; their sum is the loss.
     """
@@ -377,15 +375,15 @@ def actor_learner(
     envs = make_vec_env(args.env_id, 1, 0, args.env_kwargs)  # one environment: n = 1 from here on
     local_model = copy.deepcopy(model)
     local_parameters = list(local_model.parameters())  # θ′
-    state, local_state = (list(m.state_dict().values()) for m in (model, local_model))
+    shared_state, local_state = (list(m.state_dict().values()) for m in (model, local_model))
     with contextlib.closing(envs):
         obs = to_sequence(envs.reset(seed=env_seed(args.seed, first_step, index, 1))[0])
         states = local_model.initial_states
         T = first_step
         episode_length = 0
         episode_return = reported = 0.0
-        while args.total_steps > T and not ending[0]:
-            sync(local_state, state)  # θ′ ← θ
+        while T < args.total_steps and not ending[0]:
+            sync(local_state, shared_state)  # θ′ ← θ
             observations, actions, rewards = [], [], []
             first_states = states
             rollout_over = False
@@ -404,7 +402,7 @@ def actor_learner(
                 T = int(counts.sum())
                 episode_return += reward[0]
                 episode_length += 1
-                over = args.total_steps <= T or ending[0]
+                over = T >= args.total_steps or ending[0]
                 rollout_over = len(rewards) == args.t_max or done or over
             R = 0.0  # for a terminal s_t, else V(s_t; θ′)
             if not terminated[0]:
@@ -432,7 +430,7 @@ def actor_learner(
                 local_parameters, args.max_grad_norm, error_if_nonfinite=True
             )
             for p, local in zip(parameters, local_parameters, strict=True):
-                p.grad = local.grad  # which processes do not share
+                p.grad = local.grad  # which belongs to this process alone
             lr = linear_decay(args.learning_rate, T, args.total_steps)
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()  # asynchronous update of θ

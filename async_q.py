@@ -278,7 +278,7 @@ def actor_learner(
         T = first_step
         t = episode_length = 0
         episode_return = reported = 0.0
-        while args.total_steps > T and not ending[0]:
+        while T < args.total_steps and not ending[0]:
             # since the last update
             observations, actions, rewards, next_q_values, ends = [], [], [], [], []
             update_due = False
@@ -305,7 +305,7 @@ def actor_learner(
                 if T // args.target_interval > target_step[0] // args.target_interval:
                     target_step[0] = T
                     sync(target_state, state)  # θ⁻ ← θ
-                over = args.total_steps <= T or ending[0]
+                over = T >= args.total_steps or ending[0]
                 update_due = t % args.update_interval == 0 or done or over
             reward_scale.update()
             r, terminations = reward_scale(torch.tensor(rewards)), torch.tensor(ends)

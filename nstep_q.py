@@ -275,7 +275,7 @@ def actor_learner(
         T = first_step
         episode_length = 0
         episode_return = reported = 0.0
-        while args.total_steps > T and not ending[0]:
+        while T < args.total_steps and not ending[0]:
             sync(local_state, state)  # θ′ ← θ
             observations, actions, rewards = [], [], []
             rollout_over = False
@@ -294,7 +294,7 @@ def actor_learner(
                 T = int(counts.sum())
                 episode_return += reward[0]
                 episode_length += 1
-                over = args.total_steps <= T or ending[0]
+                over = T >= args.total_steps or ending[0]
                 rollout_over = len(rewards) == args.t_max or done or over
             R = 0.0  # for a terminal s_t, else max_a Q(s_t, a; θ⁻)
             if not terminated[0]:

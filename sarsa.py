@@ -283,7 +283,7 @@ def actor_learner(
         epsilon = epsilon_at(epsilon_final, T, args.epsilon_steps)
         with torch.no_grad():
             action = epsilon_greedy(model(obs), epsilon)
-        while args.total_steps > T and not ending[0]:
+        while T < args.total_steps and not ending[0]:
             # since the last update
             observations, actions, rewards, next_q_values, ends = [], [], [], [], []
             update_due = False
@@ -309,7 +309,7 @@ def actor_learner(
                 if T // args.target_interval > target_step[0] // args.target_interval:
                     target_step[0] = T
                     sync(target_state, state)  # θ⁻ ← θ
-                over = args.total_steps <= T or ending[0]
+                over = T >= args.total_steps or ending[0]
                 update_due = t % args.update_interval == 0 or done or over
             reward_scale.update()
             r, terminations = reward_scale(torch.tensor(rewards)), torch.tensor(ends)
