@@ -14,7 +14,7 @@ Q-learning has another target; here a' is the action that the process takes next
 RMSProp's g is shared as well.
 
     python sarsa.py                                                 # Pong from pixels
-    python sarsa.py --env-id CartPole-v1 --total-steps 400_000      # a minute or two
+    python sarsa.py --env-id CartPole-v1 --total-steps 300_000      # a minute or two
     python sarsa.py --resume runs/...                               # go on after an interruption
     python sarsa.py --evaluate runs/... --record                    # 30 episodes and a GIF
 
@@ -22,6 +22,8 @@ Where the sources differ or are silent:
 - I_target = 40,000 and the 4 million frames over which ε falls are agent steps of all processes.
   If frames of the game are meant, type `--target-interval 10000 --epsilon-steps 1000000`.
 - A process draws its final ε once, from {0.1, 0.01, 0.5} with probabilities {0.4, 0.3, 0.3}.
+- The network is the small one of the supplement (sec. 8); `--arch nature` is that of Mnih et al.
+  2015. On Atari, rewards are clipped to [-1, 1]; reports differ.
 - The error is squared as it is, without Huber loss or clipping, and summed over the steps.
 - α = 0.0007, ε = 0.1 inside RMSProp's root and a clipping threshold of 40 are A3C's: public
   reproductions report them from its author's e-mail. g starts from 0, with `--preset short` from 1.

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import psutil
 import torch
 from torch import multiprocessing as mp
 
+SIGNALS = signal.SIGINT, signal.SIGTERM
 CLOSE_SECONDS = 60  # for a process to close its environments, before it is killed
 
 # Processes are forks of a server that has imported these, which would take each of them two
@@ -63,15 +65,20 @@ def start(name: str, target: Callable, *args: Any) -> mp.Process:
     """Run `target(*args)` in a new process; tensors in shared memory stay shared."""
     context = mp.get_context(METHOD)
     context.set_forkserver_preload(LIBRARIES)
-    process = context.Process(target=_enter, args=(target, *args), name=name)
-    # blocked for the server, which starts with the first process: it must outlive all of them
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    process.start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    args = dict(os.environ), target, *args
+    process = context.Process(target=_enter, args=args, name=name)
+    # The server, which starts with the first process, must outlive a signal to the whole group.
+    resource_tracker.ensure_running()  # it starts there, too, and would unblock the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return process
 
 
-def _enter(target: Callable, *args: Any) -> None:
+def _enter(environ: dict[str, str], target: Callable, *args: Any) -> None:
+    os.environ.update(environ)  # the server has that of its start
     parent = multiprocessing.parent_process()
     threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
@@ -82,7 +89,7 @@ def _enter(target: Callable, *args: Any) -> None:
     # programs that an environment starts would inherit that, and its close() could not end them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, only_in_this_process(lambda number: None))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     np.random.seed()  # as in a process of its own: environments may draw from it
     try:
         target(*args)
@@ -134,7 +141,7 @@ def only_in_this_process(handler: Callable) -> Callable:
 def on_signals(handler: Callable) -> Iterator[None]:
     """Within it SIGINT and SIGTERM call handler(number)."""
     handle = only_in_this_process(handler)
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
         yield
     finally:

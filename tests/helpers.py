@@ -82,8 +82,7 @@ class Script(contextlib.AbstractContextManager):
         context.set_forkserver_preload(processes.LIBRARIES)
         self.folder = folder
         ready, theirs = context.Pipe(duplex=False)
-        argv = [str(path), *map(str, flags)]
-        args = argv, folder, dict(os.environ), theirs
+        args = [str(path), *map(str, flags)], folder, {**os.environ}, theirs
         self.process = context.Process(target=run_script, args=args)
         self.process.start()
         self.pid = self.process.pid
@@ -128,8 +127,9 @@ def run_script(argv, folder, environ, ready):
     ready.send(None)
     ready.close()
     multiprocessing.set_start_method(None, force=True)
-    multiprocessing.forkserver._forkserver.__init__()  # its processes come from its own server
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # which common.processes blocks
+    multiprocessing.forkserver._forkserver.__init__()  # it starts its own, as scripts do
+    multiprocessing.resource_tracker._resource_tracker.__init__()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.SIGNALS)
     path = Path(argv[0])
     sys.argv = argv
     sys.path = [str(path.parent), *(folder for folder in sys.path if Path(folder) != ROOT)]

@@ -57,7 +57,7 @@ class Training(Script):
 def test_ctrl_z_and_fg_and_then_sigterm_twice_as_timeout_sends_it(name, tmp_path):
     with Training(name, 1, tmp_path) as run:
         run.wait_for_steps(200)
-        assert len(run.members()) == 3  # one is the server that starts processes
+        assert len(run.members()) == 4  # the server that starts processes, and a tracker
         run.signal(signal.SIGTSTP)
         wait_for(lambda: all(process.status() == "stopped" for process in run.members()))
         run.signal(signal.SIGCONT)
