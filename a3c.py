@@ -35,7 +35,7 @@ Where the sources differ or are silent:
 Departures:
 - A time limit does not cut the return: it bootstraps from V of the final observation. Sec. 9 learns
   from whole episodes and never bootstraps.
-- Sec. 9 always has an LSTM; here it needs `--lstm`. With pictures they are those of Atari.
+- Sec. 9 always has an LSTM; here it needs `--lstm`. Networks for pictures are Atari's.
 - With Box actions σ² is the softplus of one parameter and starts at 0.17; in sec. 9 it is that of
   an output of the network. μ starts near 0. Where all actions are bounded, it is a tanh; in sec. 9
   it is linear. The coefficient of the value error is 1, g starts from 1. Actions are mapped from

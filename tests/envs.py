@@ -91,7 +91,8 @@ class Simulator(gym.Env):
         self.observation_space = Box(-np.inf, np.inf, (n,), np.float64)
         self.log, self.fail, self.slow = log, fail, slow
         self.happens("made")
-        note(log, "drew", np.random.randint(2**30))
+        note(log, "drew", np.random.randint(2**30))  # forks would all draw the same
+        note(log, "hears", os.environ.get("WORD", 0))
         if slow:
             context = multiprocessing.get_context("fork")
             self.child = context.Process(target=time.sleep, args=(120,), daemon=True)
