@@ -34,8 +34,8 @@ Departures:
 - A time limit does not cut the return: it bootstraps from the final observation.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
 - One process a core, where the paper has 16.
-- The paper has no vectors: the MLP, the normalisation of observations and of rewards (see
-  common/norm.py), `--orthogonal-init` and the presets but for `atari` are ours.
+- The paper has no vectors: the MLP, the normalisation of observations and of rewards (to returns
+  of size 10, see common/norm.py), `--orthogonal-init` and the presets but for `atari` are ours.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ PRESETS = {
     # Vectors, ours: tasks that are learned in minutes.
     "vector": {
         "total_steps": 1_000_000,
-        "epsilon_steps": 100_000,
+        "epsilon_steps": 150_000,
         "target_interval": 200,
-        "learning_rate": 1e-3,
+        "learning_rate": 2e-3,
         "rms_eps": 1e-3,
         "eval_epsilon": 0.0,
         # with (0.1, 0.01, 0.5), two processes may both draw 0.5 and never learn CartPole
@@ -157,7 +157,7 @@ class QNetwork(nn.Module):
             layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1)]
             layers += [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(inplace=True)]
         else:  # (n, d) → 200
-            layers = [nn.Linear(observation_space.shape[0], 200), nn.ReLU(inplace=True)]
+            layers = [nn.Linear(observation_space.shape[0], 200), nn.Tanh()]
         layers.append(nn.Linear(layers[-2].out_features, int(action_space.n)))
         self.layers = nn.Sequential(*layers)
         if orthogonal_init:
@@ -421,7 +421,7 @@ def main(argv: list[str] | None = None) -> int:
     optimizer = RMSProp(
         model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, initial_square=0.0
     )
-    reward_scale = RewardScale(args)
+    reward_scale = RewardScale(args, size=10.0)
 
     if args.evaluate:
         load_checkpoint("nstep_q", args.run_dir, model=model)

@@ -84,15 +84,14 @@ PRESETS = {
     # Vectors, ours: tasks that are learned in minutes.
     "vector": {
         "total_steps": 1_000_000,
-        "epsilon_steps": 200_000,
-        "update_interval": 20,
+        "epsilon_steps": 150_000,
         "target_interval": 200,
-        "learning_rate": 4e-3,
+        "learning_rate": 2e-3,
+        "rms_eps": 1e-3,
+        "eval_epsilon": 0.0,
         # with (0.1, 0.01, 0.5), two processes may both draw 0.5 and never learn CartPole
         "epsilon_finals": (0.1,),
         "epsilon_probs": (1.0,),
-        "rms_eps": 1e-3,
-        "eval_epsilon": 0.0,
     },
 }
 
@@ -164,7 +163,7 @@ class QNetwork(nn.Module):
         elif arch == "nature":  # (n, 4, 84, 84) → 32x20x20 → 64x9x9 → 64x7x7 → 512
             layers = [*conv(4, 32, 8, 4), *conv(32, 64, 4, 2), *conv(64, 64, 3, 1)]
             layers += [nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(inplace=True)]
-        else:  # (n, d) → 200; with ReLU it seldom learns Acrobot
+        else:  # (n, d) → 200
             layers = [nn.Linear(observation_space.shape[0], 200), nn.Tanh()]
         layers.append(nn.Linear(layers[-2].out_features, int(action_space.n)))
         self.layers = nn.Sequential(*layers)

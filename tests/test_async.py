@@ -321,8 +321,6 @@ def slow_actor_critic(params, obs, states):
 class Slow:
     """θ, θ⁻, the optimiser's statistics and T, and how gradients are applied to them."""
 
-    size = 1.0  # of returns
-
     def __init__(self, args, start, initial, target=None):
         self.args, self.T, self.last_copy, self.ending = args, start, start, False
         initial, target = (
@@ -337,8 +335,7 @@ class Slow:
 
     def q(self, params, obs):
         x = linear(params, "layers.0", normal(params, obs))
-        hidden = x.tanh() if isinstance(self.args, sarsa.Args) else x.clamp(min=0)
-        return linear(params, "layers.2", hidden)
+        return linear(params, "layers.2", x.tanh())
 
     def vectors(self):
         target = self.target if hasattr(self.args, "target_interval") else self.theta
@@ -355,7 +352,8 @@ class Slow:
         raw = np.array(walk.rewards[first:end])
         if self.args.rewards == "clip":
             return raw.clip(-1, 1).tolist()
-        return (self.size * (raw / math.sqrt(np.mean(self.squares()))).clip(-10, 10)).tolist()
+        size = 1 if isinstance(self.args, a3c.Args) else 10  # of returns
+        return (size * (raw / math.sqrt(np.mean(self.squares()))).clip(-10, 10)).tolist()
 
     def squares(self):
         """G² of every step, from the rewards that are known."""
@@ -417,7 +415,6 @@ def sums_of_rewards(rewards, bootstrap, gamma):
 
 def slow_async_q(slow, walk, calls, on_policy=False):
     """Algorithm 1; `on_policy`: with Sarsa's target."""
-    slow.size = 10.0
     k, over, kind, waiting = 0, False, "start", []
     T = before = slow.T
     while not over:
@@ -586,8 +583,7 @@ Q_CASES = {
 @pytest.mark.parametrize("case", Q_CASES)
 @each(*Q_TRAINERS)
 def test_q_methods_are_their_algorithms(trainer, case, monkeypatch):
-    large = trainer is not nstep_q and case != "clipped"  # returns, and so gradients
-    constants = {"max_grad_norm": 300.0 if large else 30.0}
+    constants = {"max_grad_norm": 30.0 if case == "clipped" else 300.0}  # within the gradients'
     slow = compare(trainer, play(trainer, monkeypatch, **constants | Q_CASES[case]))
     assert len(slow.copies) >= 3
     if case == "copies every 8":  # Algorithm 1 counts its five steps on where an episode ends
