@@ -513,9 +513,8 @@ def receive(connections: list[Any], run: Run) -> dict[str, float]:
     return losses
 
 
-@torch.no_grad()
 def sync(state: list[Tensor], source: list[Tensor]) -> None:
-    """θ′ ← θ, or θ⁻ ← θ, with the statistics of observations, without a lock."""
+    """Copy a network's parameters and statistics of observations, without a lock."""
     torch._foreach_copy_(state, source)
 
 

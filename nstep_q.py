@@ -1,7 +1,7 @@
 """Asynchronous n-step Q-learning (Mnih et al. 2016, Algorithm S2).
 
 Hogwild: every process acts ε-greedily in its own environment with a snapshot θ′ of the shared
-parameters θ, for up to t_max steps or to the end of the episode, and then applies its gradient to θ
+parameters θ, for t_max = 5 steps or to the end of the episode, and then applies its gradient to θ
 without a lock:
 
     R_i = r_i + γ R_{i+1},    R = 0 after a termination, else max_a Q(s_t, a; θ⁻)
@@ -13,7 +13,7 @@ without a lock:
 RMSProp's g is shared as well.
 
     python nstep_q.py                                               # Pong from pixels
-    python nstep_q.py --env-id CartPole-v1 --total-steps 300_000    # a minute or two
+    python nstep_q.py --env-id CartPole-v1 --total-steps 300_000    # a minute
     python nstep_q.py --resume runs/...                             # go on after an interruption
     python nstep_q.py --evaluate runs/... --record                  # 30 episodes and a GIF
 
@@ -79,12 +79,12 @@ PRESETS = {
     # Vectors, ours: tasks that are learned in minutes.
     "vector": {
         "total_steps": 1_000_000,
-        "epsilon_steps": 150_000,
+        "epsilon_steps": None,
         "target_interval": 200,
         "learning_rate": 2e-3,
         "rms_eps": 1e-3,
         "eval_epsilon": 0.0,
-        # with (0.1, 0.01, 0.5), two processes may both draw 0.5 and never learn CartPole
+        # of (0.1, 0.01, 0.5), two processes may both draw 0.5
         "epsilon_finals": (0.1,),
         "epsilon_probs": (1.0,),
     },
@@ -115,8 +115,8 @@ class Args(RunArgs):
     """each process draws its final ε from these"""
     epsilon_probs: tuple[float, ...] = (0.4, 0.3, 0.3)
     """probabilities of epsilon_finals"""
-    epsilon_steps: int = 4_000_000
-    """global agent steps over which ε falls from 1 to its final value"""
+    epsilon_steps: int | None = 4_000_000
+    """global agent steps over which ε falls from 1 to its final value; None: half of all"""
     eval_epsilon: float = 0.05
     """ε during evaluation"""
     learning_rate: float = 7e-4
@@ -315,7 +315,7 @@ def actor_learner(
                 local_parameters, args.max_grad_norm, error_if_nonfinite=True
             )
             for p, local in zip(parameters, local_parameters, strict=True):
-                p.grad = local.grad  # that only this process has
+                p.grad = local.grad  # p is shared, its gradient is not
             lr = linear_decay(args.learning_rate, T, args.total_steps)
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()  # asynchronous update of θ
@@ -392,9 +392,8 @@ def receive(connections: list[Any], run: Run) -> dict[str, float]:
     return losses
 
 
-@torch.no_grad()
 def sync(state: list[Tensor], source: list[Tensor]) -> None:
-    """θ′ ← θ, or θ⁻ ← θ, with the statistics of observations, without a lock."""
+    """Copy a network's parameters and statistics of observations, without a lock."""
     torch._foreach_copy_(state, source)
 
 
@@ -414,6 +413,8 @@ def main(argv: list[str] | None = None) -> int:
         args.arch = "nips" if len(observations.shape) == 3 else "mlp"
     if args.n_processes is None:
         args.n_processes = n_cores()
+    if args.epsilon_steps is None:
+        args.epsilon_steps = args.total_steps // 2
 
     torch.manual_seed(args.seed)
     model = QNetwork(observations, actions, args.arch, args.orthogonal_init)  # θ

@@ -14,7 +14,7 @@ Q-learning has another target; here a' is the action that the process takes next
 RMSProp's g is shared as well.
 
     python sarsa.py                                                 # Pong from pixels
-    python sarsa.py --env-id CartPole-v1 --total-steps 300_000      # a minute or two
+    python sarsa.py --env-id CartPole-v1 --total-steps 300_000      # a minute
     python sarsa.py --resume runs/...                               # go on after an interruption
     python sarsa.py --evaluate runs/... --record                    # 30 episodes and a GIF
 
@@ -27,7 +27,7 @@ Where the sources differ or are silent:
 - The error is squared as it is, without Huber loss or clipping, and summed over the steps.
 - α = 0.0007, ε = 0.1 inside RMSProp's root and a clipping threshold of 40 are A3C's: public
   reproductions report them from its author's e-mail. g starts from 0, with `--preset short` from 1.
-- As in Algorithm 1, a process goes on counting its 5 steps where an episode ends.
+- The count of 5 steps runs on where an episode ends, as in Algorithm 1.
 - Evaluated episodes are played with ε = 0.05 on images, as in ChainerRL (0.01 with `--preset
   short`), and 0 on vectors.
 
@@ -84,12 +84,12 @@ PRESETS = {
     # Vectors, ours: tasks that are learned in minutes.
     "vector": {
         "total_steps": 1_000_000,
-        "epsilon_steps": 150_000,
+        "epsilon_steps": None,
         "target_interval": 200,
         "learning_rate": 2e-3,
         "rms_eps": 1e-3,
         "eval_epsilon": 0.0,
-        # with (0.1, 0.01, 0.5), two processes may both draw 0.5 and never learn CartPole
+        # of (0.1, 0.01, 0.5), two processes may both draw 0.5
         "epsilon_finals": (0.1,),
         "epsilon_probs": (1.0,),
     },
@@ -113,15 +113,15 @@ class Args(RunArgs):
     """initial weights are orthogonal, gain √2, in the last layer 0.01, biases 0; else
     U(±1/√fan_in)"""
     update_interval: int = 5
-    """I_AsyncUpdate, steps of a process between its updates"""
+    """I_AsyncUpdate: a process updates after so many steps of its own, and where an episode ends"""
     target_interval: int = 40_000
     """I_target, global agent steps between two copies of θ to θ⁻"""
     epsilon_finals: tuple[float, ...] = (0.1, 0.01, 0.5)
     """each process draws its final ε from these"""
     epsilon_probs: tuple[float, ...] = (0.4, 0.3, 0.3)
     """probabilities of epsilon_finals"""
-    epsilon_steps: int = 4_000_000
-    """global agent steps over which ε falls from 1 to its final value"""
+    epsilon_steps: int | None = 4_000_000
+    """global agent steps over which ε falls from 1 to its final value; None: half of all"""
     eval_epsilon: float = 0.05
     """ε during evaluation"""
     learning_rate: float = 7e-4
@@ -398,9 +398,8 @@ def receive(connections: list[Any], run: Run) -> dict[str, float]:
     return losses
 
 
-@torch.no_grad()
 def sync(state: list[Tensor], source: list[Tensor]) -> None:
-    """θ′ ← θ, or θ⁻ ← θ, with the statistics of observations, without a lock."""
+    """Copy a network's parameters and statistics of observations, without a lock."""
     torch._foreach_copy_(state, source)
 
 
@@ -420,6 +419,8 @@ def main(argv: list[str] | None = None) -> int:
         args.arch = "nips" if len(observations.shape) == 3 else "mlp"
     if args.n_processes is None:
         args.n_processes = n_cores()
+    if args.epsilon_steps is None:
+        args.epsilon_steps = args.total_steps // 2
 
     torch.manual_seed(args.seed)
     model = QNetwork(observations, actions, args.arch, args.orthogonal_init)  # θ

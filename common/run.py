@@ -47,7 +47,8 @@ class RunArgs:
     evaluate: str | None = None
     """run directory to evaluate; trains nothing"""
     eval_episodes: int = 30
-    """episodes to evaluate, after training or with --evaluate, all in parallel; 0: none"""
+    """episodes to evaluate, after training or with --evaluate, all in parallel and cut after 27,000
+    steps; 0: none"""
     record: bool = False
     """write agent.gif of one more episode into the run directory"""
 

@@ -225,8 +225,8 @@ def make_env(env_id: str, env_kwargs: dict, render_mode: str | None = None) -> g
     """One environment with observations (4, 84, 84) uint8 or (d,) float32.
 
     Pictures, uint8 of height x width with 1 or 3 colours or none, are greyed, resized and stacked.
-    Everything else becomes a vector; Discrete observations are one-hot, a Dict of one Box is that
-    Box. Actions are the environment's own, Discrete or a Box.
+    Everything else becomes a vector, grids of less than 16 x 16 among it; Discrete observations are
+    one-hot, a Dict of one Box is that Box. Actions are the environment's own, Discrete or a Box.
 
     Raises: ValueError: other spaces, or a uint8 Box of three dimensions that is no picture.
     """
@@ -245,7 +245,7 @@ def make_env(env_id: str, env_kwargs: dict, render_mode: str | None = None) -> g
         if not isinstance(needed, spaces.Box | spaces.Discrete):
             env.close()
             raise ValueError(f"{env_id}: {needed} is no Box, Discrete or Dict of one Box")
-    if space.dtype == np.uint8 and len(space.shape) in (2, 3):
+    if space.dtype == np.uint8 and len(space.shape) in (2, 3) and max(space.shape) >= 16:
         if space.shape[2:] not in ((), (1,), (3,)):
             env.close()
             raise ValueError(f"{env_id}: {space} is no picture: height x width, 1 or 3 colours")

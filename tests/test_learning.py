@@ -49,6 +49,6 @@ def test_learns_what_pays_later(name, tmp_path, monkeypatch):
         # Q*(s, right) = γ^(4 - s), Q*(s, left) = γ Q*(s - 1, right), but for the left end
         optimal = torch.tensor([[0.2, 0.729], [0.6561, 0.81], [0.729, 0.9], [0.81, 1.0]])
         n, squares = checkpoint(tmp_path)["reward_scale"]["sums"]
-        sigma = (squares / n).sqrt() / (1 if name == "nstep_q" else 10)  # rewards are divided by it
+        sigma = (squares / n).sqrt() / 10  # rewards are divided by it
         found = sigma * network(torch.eye(6)[1:5])
         torch.testing.assert_close(found, optimal, atol=0.2, rtol=0, check_dtype=False)

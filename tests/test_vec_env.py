@@ -113,7 +113,7 @@ def vector(obs: Any) -> np.ndarray:
     return np.float32(np.arange(4) == obs + 2 if np.ndim(obs) == 0 else obs).ravel()
 
 
-@pytest.mark.parametrize("observations", ["matrix", "float64", "dict", "bytes", "discrete"])
+@pytest.mark.parametrize("observations", ["matrix", "float64", "dict", "bytes", "grid", "discrete"])
 def test_observations_become_float32_vectors(observations: str) -> None:
     envs = make_vec_env("tests.envs:Walk-v0", 1, 0, json.dumps({"observations": observations}))
     env = Walk(observations)
