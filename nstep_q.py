@@ -80,7 +80,7 @@ PRESETS = {
     "vector": {
         "total_steps": 1_000_000,
         "epsilon_steps": None,
-        "target_interval": 200,
+        "target_interval": 500,
         "learning_rate": 2e-3,
         "rms_eps": 1e-3,
         "eval_epsilon": 0.0,
