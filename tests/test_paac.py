@@ -366,6 +366,7 @@ PRESETS = [  # trainer, flags, constants, initial α, ε of the optimiser
     (ppo_batch, "", PFRL, 2.5e-4, 1e-5),
     (a3c, "--preset short", {"orthogonal_init": True, "t_max": 20}, 7e-4, 1e-5),
     (nstep_q, "--preset short", {"orthogonal_init": True, "t_max": 20}, 7e-4, 1e-5),
+    (nstep_q, "--preset vector", {"epsilon_steps": 500_000}, 2e-3, 1e-3),  # half of a million
     (async_q, "--preset short", {"orthogonal_init": True}, 7e-4, 1e-5),
     (sarsa, "--preset short", {"orthogonal_init": True}, 7e-4, 1e-5),
 ]
