@@ -119,7 +119,7 @@ class Args(RunArgs):
     epsilon_probs: tuple[float, ...] = (0.4, 0.3, 0.3)
     """probabilities of epsilon_finals"""
     epsilon_steps: int | None = 4_000_000
-    """global agent steps over which ε falls from 1 to its final value; None: half of all"""
+    """global agent steps over which ε falls from 1 to its final value; None: a third of all"""
     eval_epsilon: float = 0.05
     """ε during evaluation"""
     learning_rate: float = 7e-4
@@ -414,7 +414,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.n_processes is None:
         args.n_processes = n_cores()
     if args.epsilon_steps is None:
-        args.epsilon_steps = args.total_steps // 2
+        args.epsilon_steps = args.total_steps // 3
 
     torch.manual_seed(args.seed)
     model = QNetwork(observations, actions, args.arch, args.orthogonal_init)  # θ
