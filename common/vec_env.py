@@ -245,7 +245,7 @@ def make_env(env_id: str, env_kwargs: dict, render_mode: str | None = None) -> g
         if not isinstance(needed, spaces.Box | spaces.Discrete):
             env.close()
             raise ValueError(f"{env_id}: {needed} is no Box, Discrete or Dict of one Box")
-    if space.dtype == np.uint8 and len(space.shape) in (2, 3) and max(space.shape) >= 16:
+    if space.dtype == np.uint8 and len(space.shape) in (2, 3) and max(space.shape[:2]) >= 16:
         if space.shape[2:] not in ((), (1,), (3,)):
             env.close()
             raise ValueError(f"{env_id}: {space} is no picture: height x width, 1 or 3 colours")

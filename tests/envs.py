@@ -29,7 +29,7 @@ OBSERVATIONS = {
     "matrix": Box(-1, 1, (2, 3)),
     "float64": Box(-1, 1, (3,), np.float64),
     "bytes": Box(0, 255, (128,), np.uint8),
-    "grid": Box(0, 255, (7, 7, 3), np.uint8),
+    "grid": Box(0, 255, (7, 7, 20), np.uint8),
     "discrete": Discrete(4, start=-2),
     "dict": Dict(screen=Box(-1, 1, (4,), np.float64)),
     "grey": Box(0, 255, (50, 60), np.uint8),

@@ -583,7 +583,7 @@ Q_CASES = {
 @pytest.mark.parametrize("case", Q_CASES)
 @each(*Q_TRAINERS)
 def test_q_methods_are_their_algorithms(trainer, case, monkeypatch):
-    constants = {"max_grad_norm": 30.0 if case == "clipped" else 300.0}  # within the gradients'
+    constants = {"max_grad_norm": 30.0 if case == "clipped" else 300.0}  # some are longer
     slow = compare(trainer, play(trainer, monkeypatch, **constants | Q_CASES[case]))
     assert len(slow.copies) >= 3
     if case == "copies every 8":  # Algorithm 1 counts its five steps on where an episode ends
