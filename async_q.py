@@ -83,12 +83,12 @@ PRESETS = {
     "vector": {
         "total_steps": 1_000_000,
         "epsilon_steps": None,
-        "target_interval": 500,
+        "target_interval": 200,
         "learning_rate": 2e-3,
         "rms_eps": 1e-3,
         "eval_epsilon": 0.0,
         # of (0.1, 0.01, 0.5), two processes may both draw 0.5
-        "epsilon_finals": (0.1,),
+        "epsilon_finals": (0.2,),
         "epsilon_probs": (1.0,),
     },
 }
@@ -119,7 +119,7 @@ class Args(RunArgs):
     epsilon_probs: tuple[float, ...] = (0.4, 0.3, 0.3)
     """probabilities of epsilon_finals"""
     epsilon_steps: int | None = 4_000_000
-    """global agent steps over which ε falls from 1 to its final value; None: a third of all"""
+    """global agent steps over which ε falls from 1 to its final value; None: half of all"""
     eval_epsilon: float = 0.05
     """ε during evaluation"""
     learning_rate: float = 7e-4
@@ -414,7 +414,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.n_processes is None:
         args.n_processes = n_cores()
     if args.epsilon_steps is None:
-        args.epsilon_steps = args.total_steps // 3
+        args.epsilon_steps = args.total_steps // 2
 
     torch.manual_seed(args.seed)
     model = QNetwork(observations, actions, args.arch, args.orthogonal_init)  # θ

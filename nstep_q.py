@@ -56,7 +56,7 @@ from torch import Tensor, nn
 from torch import multiprocessing as mp
 
 from common.evaluate import evaluate
-from common.norm import RewardScale, RunningNorm
+from common.norm import RewardScale, make_norm
 from common.processes import check, n_cores, start, stop
 from common.run import Run, RunArgs, load_checkpoint, parse_args, usage_error
 from common.vec_env import env_seed, make_vec_env
@@ -80,12 +80,12 @@ PRESETS = {
     "vector": {
         "total_steps": 1_000_000,
         "epsilon_steps": None,
-        "target_interval": 500,
+        "target_interval": 200,
         "learning_rate": 2e-3,
         "rms_eps": 1e-3,
         "eval_epsilon": 0.0,
         # of (0.1, 0.01, 0.5), two processes may both draw 0.5
-        "epsilon_finals": (0.1,),
+        "epsilon_finals": (0.2,),
         "epsilon_probs": (1.0,),
     },
 }
@@ -149,7 +149,7 @@ class QNetwork(nn.Module):
         orthogonal_init: bool = False,
     ) -> None:
         super().__init__()
-        self.norm = RunningNorm(observation_space) if arch == "mlp" else None
+        self.norm = make_norm(observation_space) if arch == "mlp" else None
         if arch == "nips":  # (n, 4, 84, 84) → 16x20x20 → 32x9x9 → 256
             layers = [*conv(4, 16, 8, 4), *conv(16, 32, 4, 2)]
             layers += [nn.Flatten(), nn.Linear(2592, 256), nn.ReLU(inplace=True)]

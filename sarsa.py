@@ -85,12 +85,12 @@ PRESETS = {
     "vector": {
         "total_steps": 1_000_000,
         "epsilon_steps": None,
-        "target_interval": 500,
+        "target_interval": 200,
         "learning_rate": 2e-3,
         "rms_eps": 1e-3,
         "eval_epsilon": 0.0,
         # of (0.1, 0.01, 0.5), two processes may both draw 0.5
-        "epsilon_finals": (0.1,),
+        "epsilon_finals": (0.2,),
         "epsilon_probs": (1.0,),
     },
 }

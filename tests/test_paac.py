@@ -367,7 +367,7 @@ PRESETS = [  # trainer, flags, constants, initial α, ε of the optimiser
     (a3c, "--preset short", {"orthogonal_init": True, "t_max": 20}, 7e-4, 1e-5),
     (nstep_q, "--preset short", {"orthogonal_init": True, "t_max": 20}, 7e-4, 1e-5),
     (nstep_q, "--preset vector", {"epsilon_steps": 500_000}, 2e-3, 1e-3),  # half of a million
-    (async_q, "--preset vector", {"epsilon_steps": 333_333}, 2e-3, 1e-3),
+    (async_q, "--preset vector", {"epsilon_steps": 500_000}, 2e-3, 1e-3),
     (sarsa, "--preset vector", {"epsilon_steps": 500_000}, 2e-3, 1e-3),
     (async_q, "--preset short", {"orthogonal_init": True}, 7e-4, 1e-5),
     (sarsa, "--preset short", {"orthogonal_init": True}, 7e-4, 1e-5),

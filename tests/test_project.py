@@ -60,7 +60,7 @@ def differing(names):
     """Functions and classes that several of these trainers have, but not word for word the same."""
     found = {}
     for name in names:
-        source = (ROOT / f"{name}.py").read_text().replace("= RunningNorm(", "= make_norm(")
+        source = (ROOT / f"{name}.py").read_text()
         for node in ast.parse(source).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 first = min(x.lineno for x in (node, *node.decorator_list))
