@@ -30,7 +30,7 @@ Where the sources differ or are silent:
   over the rollout, not averaged.
 - α falls to zero over T_max by the global step.
 - A Gaussian's entropy is the one that sec. 9 prints, of one dimension.
-- On Atari, rewards are clipped to [-1, 1]; reports differ.
+- On Atari, rewards are clipped to [-1, 1]; public reproductions differ.
 
 Departures:
 - A time limit does not cut the return: it bootstraps from V of the final observation. Sec. 9 learns
@@ -44,7 +44,7 @@ Departures:
 - One process a core, where the paper has 16.
 - `--preset short` has the initial weights of OpenAI's baselines, orthogonal, but for an LSTM's.
 - Vectors with Discrete actions, the normalisation of observations and of rewards (see
-  common/norm.py), `--anneal-entropy` and the presets but for `atari` are ours.
+  common/norm.py), `--anneal-entropy` and all presets but `atari` are ours.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Args(RunArgs):
     rms_eps: float = 0.1
     """ε inside RMSProp's root"""
     rms_initial_square: float = 0.0
-    """g at the start; from 0, with a small rms_eps, first steps are up to 10 times as long"""
+    """g at the start; from 0, with a small rms_eps, the first steps are up to 10 times as large"""
 
 
 # --- network

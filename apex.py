@@ -14,7 +14,7 @@ draws batches in proportion to the priorities and writes new priorities back:
     ε_i = 0.4^(1 + 7 i/(N-1))    for environment i of N
 
     python apex.py                                                  # Pong from pixels
-    python apex.py --env-id CartPole-v1 --total-steps 300_000       # one to three minutes
+    python apex.py --env-id CartPole-v1 --total-steps 100_000       # a minute
     python apex.py --resume runs/...                                # go on after an interruption
     python apex.py --evaluate runs/... --record                     # 30 episodes and a GIF
     python apex.py --ray auto                                       # actors on a Ray cluster
@@ -33,8 +33,8 @@ Where the sources differ or are silent:
 
 Departures:
 - A time limit does not cut the return: it bootstraps from the final observation.
-- Half as many actors as cores, where the paper has 360. An actor has 16 environments, which share
-  one forward pass; i counts all environments.
+- Half as many actors as cores, with a GPU or Ray all cores but one, where the paper has 360. An
+  actor has 16 environments, which share one forward pass; i counts all environments.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do (50,000 in
   the paper), 0 to 30 no-ops, three black frames in the first stack.
 - Each frame is stored once and not compressed; the paper has PNGs.
@@ -49,7 +49,7 @@ Departures:
 - `--replay-ratio` holds actors and learner to a ratio; in the paper both run free, at about 0.78.
 - 50 million steps are 200 million frames; the paper has 22.8 billion.
 - The paper has no vectors: the MLP, the normalisation of observations and of rewards (to returns of
-  size 10, see common/norm.py), `--anneal-lr` and the presets but for `atari` are ours. Returns of n
+  size 10, see common/norm.py), `--anneal-lr` and all presets but `atari` are ours. Returns of n
   steps are divided by σ and not clipped. Initial priorities have the σ of the actor's own rewards.
 - For images the convolutions run in bfloat16 on CPUs that have AVX512_BF16, unless `--bfloat16
   off`, and are TF32 on CUDA; everything else is float32.
@@ -117,7 +117,7 @@ PRESETS = {
     "vector": {
         "total_steps": 500_000,
         "envs_per_actor": 8,
-        "n_step": 2,  # 3 hold too many actions at random (FrozenLake), 1 failed on CliffWalking
+        "n_step": 2,  # with 3 too many actions are random (FrozenLake); 1 failed on CliffWalking
         "capacity": 100_000,
         "learning_starts": 1_000,
         "batch_size": 64,

@@ -19,10 +19,10 @@ RMSProp's g is shared as well.
 
 Where the sources differ or are silent:
 - I_target = 40,000 and the 4 million frames over which ε falls are agent steps of all processes.
-  If frames of the game are meant, type `--target-interval 10000 --epsilon-steps 1000000`.
+  If the paper counts frames of the game, type `--target-interval 10000 --epsilon-steps 1000000`.
 - A process draws its final ε once, from {0.1, 0.01, 0.5} with probabilities {0.4, 0.3, 0.3}.
 - The network is the small one of the supplement (sec. 8); `--arch nature` is that of Mnih et al.
-  2015. On Atari, rewards are clipped to [-1, 1]; reports differ.
+  2015. On Atari, rewards are clipped to [-1, 1]; public reproductions differ.
 - The error is squared as it is, without Huber loss or clipping, and summed over the steps.
 - α = 0.0007, ε = 0.1 inside RMSProp's root and a clipping threshold of 40 are A3C's: public
   reproductions report them from its author's e-mail. g starts from 0.
@@ -35,7 +35,7 @@ Departures:
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
 - One process a core, where the paper has 16.
 - The paper has no vectors: the MLP, the normalisation of observations and of rewards (to returns
-  of size 10, see common/norm.py), `--orthogonal-init` and the presets but for `atari` are ours.
+  of size 10, see common/norm.py), `--orthogonal-init` and all presets but `atari` are ours.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ def make_env(env_id: str, env_kwargs: dict, render_mode: str | None = None) -> g
     """One environment with observations (4, 84, 84) uint8 or (d,) float32.
 
     Pictures, uint8 of height x width with 1 or 3 colours or none, are greyed, resized and stacked.
-    Everything else becomes a vector, grids of less than 16 x 16 among it; Discrete observations are
+    Everything else becomes a vector, grids with both sides below 16 too; Discrete observations are
     one-hot, a Dict of one Box is that Box. Actions are the environment's own, Discrete or a Box.
 
     Raises: ValueError: other spaces, or a uint8 Box of three dimensions that is no picture.

@@ -25,7 +25,7 @@ class Plain(gym.Env):
     metadata = {"render_modes": ["rgb_array"], "render_fps": 30}  # noqa: RUF012
 
     def __init__(self, size=3, pace=0.0, log=None, nan_at=0, folder=".", render_mode=None):
-        self.observation_space = spaces.Box(-1, 1, (size,), np.float32)
+        self.observation_space = spaces.Box(-2, 2, (size,), np.float32)
         self.pace, self.log, self.nan_at, self.render_mode = pace, log, nan_at, render_mode
         self.n_steps = 0
         os.chdir(folder)

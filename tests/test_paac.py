@@ -359,18 +359,18 @@ def test_rmsprop_against_a_slow_loop() -> None:
 PAPER = {"total_steps": 115_000_000, "entropy_coef": 0.01, "max_grad_norm": 40}
 CODE = {"total_steps": 80_000_000, "entropy_coef": 0.02, "max_grad_norm": 3}
 PFRL = {"minibatch_size": 256, "update_epochs": 4, "clip_coef": 0.1, "max_grad_norm": 0.5}
+MNIH = {"total_steps": 80_000_000, "max_grad_norm": 40, "rms_decay": 0.99, "arch": "nips"}
+MNIH_Q = MNIH | {"target_interval": 40_000, "epsilon_steps": 4_000_000, "eval_epsilon": 0.05}
 PRESETS = [  # trainer, flags, constants, initial α, ε of the optimiser
     (paac, "", PAPER, 0.0224, 0.1),
     (paac, "--preset short --learning-rate 0.5", {"orthogonal_init": True}, 0.5, 1e-10),
     (paac, "--preset code --n-envs 8", CODE, 0.0056, 0.1),  # α = 0.0007 n_e
     (ppo_batch, "", PFRL, 2.5e-4, 1e-5),
-    (a3c, "--preset short", {"orthogonal_init": True, "t_max": 20}, 7e-4, 1e-5),
-    (nstep_q, "--preset short", {"orthogonal_init": True, "t_max": 20}, 7e-4, 1e-5),
-    (nstep_q, "--preset vector", {"epsilon_steps": 500_000}, 2e-3, 1e-3),  # half of a million
-    (async_q, "--preset vector", {"epsilon_steps": 500_000}, 2e-3, 1e-3),
-    (sarsa, "--preset vector", {"epsilon_steps": 500_000}, 2e-3, 1e-3),
-    (async_q, "--preset short", {"orthogonal_init": True}, 7e-4, 1e-5),
-    (sarsa, "--preset short", {"orthogonal_init": True}, 7e-4, 1e-5),
+    (a3c, "", MNIH | {"t_max": 5, "entropy_coef": 0.01}, 7e-4, 0.1),
+    (nstep_q, "", MNIH_Q | {"t_max": 5}, 7e-4, 0.1),
+    *[(x, "", MNIH_Q | {"update_interval": 5}, 7e-4, 0.1) for x in (async_q, sarsa)],
+    *[(x, "--preset short", {"orthogonal_init": True}, 7e-4, 1e-5) for x in (a3c, *Q_TRAINERS)],
+    *[(x, "--preset vector", {"epsilon_steps": 500_000}, 2e-3, 1e-3) for x in Q_TRAINERS],
 ]
 
 
@@ -391,12 +391,13 @@ def test_what_main_trains_on_atari(preset: tuple, tmp_path: Path, monkeypatch: A
     trainer, flags, constants, lr, eps = preset
 
     def train(args: Any, run: Any, model: nn.Module, *rest: Any) -> None:
-        assert {key: getattr(args, key) for key in constants} == constants
+        expected = {"gamma": 0.99} | constants
+        assert {key: getattr(args, key) for key in expected} == expected
         assert trainer is ppo_batch or [*model.parameters()][-1].any() != args.orthogonal_init
         optimizer = rest[0][0] if trainer is a3c else rest[trainer in Q_TRAINERS]
         assert args.learning_rate == optimizer.defaults["lr"] == pytest.approx(lr)
         assert optimizer.defaults["eps"] == eps
-        square = trainer not in (a3c, nstep_q) and "vector" not in flags
+        square = trainer is paac or (trainer in (async_q, sarsa) and "short" in flags)
         assert all((s["square"] == square).all() for s in optimizer.state.values())
         run.step = args.total_steps
 
