@@ -58,7 +58,10 @@ class RunningNorm(nn.Module):
 
 
 def make_norm(space: spaces.Box) -> RunningNorm | None:
-    """None for bounds within ±1: scaled (fe4cb63), one-step Q-learning did not learn Taxi-v4."""
+    """None for bounds within ±1: scaled (fe4cb63), one-step Q-learning did not learn Taxi-v4.
+
+    Unscaled, paac.py and a3c.py did not, which take `RunningNorm`.
+    """
     norm = RunningNorm(space)
     return None if norm.one_scale else norm
 
