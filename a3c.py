@@ -113,9 +113,6 @@ class Args(RunArgs):
     recurrent for vectors with --lstm, else vector"""
     total_steps: int = 80_000_000
     """T_max: agent steps of all processes; 1 step = 1 action = 4 frames on Atari"""
-    seed: int = 1
-    """of environments, initial parameters and actions; processes race, so that runs differ"""
-
     n_processes: int | None = None
     """actor-learners; None: one per core"""
     arch: Literal["auto", "nips", "nature", "mlp"] = "auto"
@@ -327,21 +324,15 @@ class RMSProp(torch.optim.Optimizer):
                 p.addcmul_(p.grad, (square + group["eps"]).rsqrt_(), value=-group["lr"])
 
 
-class MomentumSGD(torch.optim.Optimizer):
-    """m ← decay m + (1 - decay) d; θ ← θ - lr m (sec. 4)."""
-
-    def __init__(self, params: Any, lr: float, decay: float) -> None:
-        super().__init__(params, {"lr": lr, "decay": decay})
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["mean"] = torch.zeros_like(p)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                mean = self.state[p]["mean"].lerp_(p.grad, 1 - group["decay"])
-                p.add_(mean, alpha=-group["lr"])
+def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
+    """RMSProp, or momentum SGD: m ← decay m + (1 - decay) d; θ ← θ - lr m (sec. 4)."""
+    lr, decay = args.learning_rate, args.rms_decay
+    if args.optimizer != "momentum-sgd":
+        return RMSProp(model.parameters(), lr, decay, args.rms_eps, args.rms_initial_square)
+    sgd = torch.optim.SGD(model.parameters(), lr, momentum=decay, dampening=decay)
+    for p in model.parameters():  # else m would start from the first d
+        sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    return sgd
 
 
 # --- training
@@ -352,7 +343,7 @@ def actor_learner(
     args: Args,
     first_step: int,
     model: ActorCritic,
-    optimizer: RMSProp | MomentumSGD,
+    optimizer: torch.optim.Optimizer,
     reward_scale: RewardScale,
     counts: Tensor,
     ending: Tensor,
@@ -457,7 +448,7 @@ def train(
     args: Args,
     run: Run,
     model: ActorCritic,
-    optimizers: list[RMSProp | MomentumSGD],
+    optimizers: list[torch.optim.Optimizer],
     reward_scale: RewardScale,
 ) -> None:
     """The parent: starts the actor-learners and follows them to the end; it trains nothing.
@@ -487,16 +478,6 @@ def train(
         stop(processes)
     receive(connections, run)
     run.log_step(int(counts.sum()))
-
-
-def make_optimizers(args: Args, model: nn.Module) -> list[RMSProp | MomentumSGD]:
-    """One whose statistics all processes share, or one for each process."""
-    constants = args.learning_rate, args.rms_decay, args.rms_eps, args.rms_initial_square
-    make = RMSProp
-    if args.optimizer == "momentum-sgd":
-        make, constants = MomentumSGD, constants[:2]
-    n = 1 if args.optimizer == "shared-rmsprop" else args.n_processes
-    return [make(model.parameters(), *constants) for _ in range(n)]
 
 
 def receive(connections: list[Any], run: Run) -> dict[str, float]:
@@ -544,7 +525,9 @@ def main(argv: list[str] | None = None) -> int:
 
     torch.manual_seed(args.seed)
     model = ActorCritic(observations, actions, args.arch, args.lstm, args.orthogonal_init)  # θ
-    optimizers = make_optimizers(args, model)
+    # one whose statistics all processes share, or one for each process
+    n_optimizers = 1 if args.optimizer == "shared-rmsprop" else args.n_processes
+    optimizers = [make_optimizer(args, model) for _ in range(n_optimizers)]
     reward_scale = RewardScale(args)
 
     if args.evaluate:

@@ -136,8 +136,6 @@ class Args(RunArgs):
     """constants, see PRESETS (short: images); auto: atari for images, else vector"""
     total_steps: int = 50_000_000
     """agent steps that the learner has received; 1 step = 1 action = 4 frames on Atari"""
-    seed: int = 1
-    """of environments, parameters, actions and draws; processes race, so that runs differ"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the learner's network is; auto: CUDA where there is any. Actors use the CPU"""
 
@@ -573,9 +571,10 @@ class Actors:
         self.model.load_state_dict(model.state_dict())
 
     def receive(self, timeout: float) -> Iterator[Chunk]:
-        """All chunks that are there; with a timeout, one of each actor that has one in that time.
+        """Chunks that have arrived; each is valid until the next one is asked for.
 
-        The timeout is in seconds. A chunk is valid until the next one is asked for.
+        With timeout 0 all of them. Else, after up to `timeout` seconds, one of each actor that has
+        one.
 
         Raises: WorkerError: an actor died.
         """
@@ -723,7 +722,6 @@ def main(argv: list[str] | None = None) -> int:
     if not isinstance(actions, spaces.Discrete):
         usage_error(f"--env-id {args.env_id}: Discrete actions are needed, it has {actions}")
     device = pick_device(args.device)
-    pick_device(args.replay_device)  # or an error
     make_actors = Actors
     if args.ray and not args.evaluate:
         from common.cluster import connect
@@ -743,6 +741,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.evaluate:
         load_checkpoint("apex", args.run_dir, model=model)
     else:
+        pick_device(args.replay_device)  # or an error
         args.capacity = pick_capacity(args, observations)
         parts = {"model": model, "target_model": target_model, "optimizer": optimizer}
         with Run("apex", args, **parts, reward_scale=reward_scale) as run:

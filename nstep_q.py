@@ -97,9 +97,6 @@ class Args(RunArgs):
     """constants, see PRESETS (short: images); auto: atari for images, else vector"""
     total_steps: int = 80_000_000
     """T_max: agent steps of all processes; 1 step = 1 action = 4 frames on Atari"""
-    seed: int = 1
-    """of environments, parameters, final ε and actions; processes race, so that runs differ"""
-
     n_processes: int | None = None
     """actor-learners; None: one per core"""
     arch: Literal["auto", "nips", "nature", "mlp"] = "auto"

@@ -88,8 +88,8 @@ PRESETS = {
         "anneal_entropy": True,
         "rms_eps": 1e-5,
     },
-    # Box actions, ours but for the weight of the entropy (Mnih et al. 2016, sec. 9). So small an ε
-    # makes each weight's step about α. Found on Pendulum, Reacher and Walker2d.
+    # Box actions, ours but for the weight of the entropy (Mnih et al. 2016, sec. 9). Found on
+    # Pendulum, Reacher and Walker2d.
     "continuous": {
         "total_steps": 1_000_000,
         "n_envs": 4,
@@ -109,8 +109,6 @@ class Args(RunArgs):
     else vector"""
     total_steps: int = 115_000_000
     """N_max: agent steps of all environments; 1 step = 1 action = 4 frames on Atari"""
-    seed: int = 1
-    """of environments, initial parameters and actions"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the network is; auto: CUDA where there is any"""
 

@@ -115,8 +115,6 @@ class Args(RunArgs):
     actions, else vector"""
     total_steps: int = 10_000_000
     """agent steps of all environments; 1 step = 1 action = 4 frames on Atari"""
-    seed: int = 1
-    """of environments, initial parameters, actions and minibatches"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the network is; auto: CUDA where there is any"""
 

@@ -23,18 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
-from benchmarks.results import BOX, SMALL, file_name
+from benchmarks.results import ATARI, BOX, COLOURS, MUJOCO, PAAC, SMALL, file_name
 from common.processes import n_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 HOGWILD = ("a3c", "async_q", "nstep_q", "sarsa")
-TRAINERS = ("paac", *HOGWILD, "ppo_batch", "apex")
-PONG = "PongNoFrameskip-v4"
-GAMES = ("Amidar", "BeamRider", "Boxing", "Breakout", "Centipede", "MsPacman", "NameThisGame")
-GAMES = [
-    f"{game}NoFrameskip-v4" for game in (*GAMES, "Qbert", "Seaquest", "SpaceInvaders", "UpNDown")
-]
-MUJOCO = [f"{task}-v5" for task in ("HalfCheetah", "Hopper", "Walker2d", "Swimmer", "Reacher")]
+TRAINERS = tuple(COLOURS)
 
 
 @dataclass
@@ -66,8 +60,8 @@ def tasks(suite: str) -> list[tuple[str, str, int | None]]:
     if suite == "mujoco":
         return [(name, task, 2_000_000) for task in MUJOCO for name in ("ppo_batch", "a3c", "paac")]
     if suite == "pong":
-        return [(name, PONG, None) for name in TRAINERS]
-    return [("paac", game, None) for game in GAMES]
+        return [(name, ATARI("Pong"), None) for name in TRAINERS]
+    return [("paac", ATARI(game), None) for game in PAAC]
 
 
 def command(run_dir: Path, trainer: str, env_id: str, steps: int | None, seed: int) -> list[str]:
@@ -86,10 +80,11 @@ def command(run_dir: Path, trainer: str, env_id: str, steps: int | None, seed: i
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
+    short = args.suite in ("pong", "atari")  # --preset short
     waiting = []
     for seed in args.seeds:
         for trainer, env_id, steps in tasks(args.suite):
-            variant = "short_" if args.suite == "pong" else ""
+            variant = "short_" if short else ""
             name = f"{trainer}_{file_name(env_id)}_{variant}{seed}"
             chosen = trainer in args.trainers and (not args.env_ids or env_id in args.env_ids)
             if chosen and not (args.add and (ROOT / f"results/curves/{name}.csv").exists()):
@@ -114,7 +109,7 @@ def main() -> None:
                 if process.returncode:
                     print(f"{run_dir} ended with {process.returncode}", file=sys.stderr)
                 elif args.add:
-                    variant = ["--variant", "short"] if args.suite == "pong" else []
+                    variant = ["--variant", "short"] if short else []
                     # pinned as the run was, for the number of cores
                     pin = functools.partial(os.sched_setaffinity, 0, cores)
                     subprocess.run([*add, str(run_dir), *variant], check=True, preexec_fn=pin)

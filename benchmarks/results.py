@@ -101,12 +101,22 @@ def add(folder: Path, variant: str, note: str) -> dict[str, str]:
     path.write_text("\n".join([*head, *rows, ""]))
     git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     processor = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    line = {"trainer": trainer, "env_id": env_id, "seed": seed, "constants": constants}
-    line |= {"steps": summary["steps"], "hours": f"{summary['wall_seconds'] / 3600:.4f}"}
-    line |= {"cores": len(os.sched_getaffinity(0)), "processor": processor[1] if processor else ""}
-    line |= {"score": round(score["mean"], 3), "std": round(score["std"], 2)} if score else {}
-    line |= {"episodes": score.get("episodes", ""), "curve": f"curves/{name}.csv", "note": note}
-    line |= {"commit": subprocess.run(git, capture_output=True, text=True).stdout.strip()}
+    line = {
+        "trainer": trainer,
+        "env_id": env_id,
+        "seed": seed,
+        "constants": constants,
+        "steps": summary["steps"],
+        "hours": f"{summary['wall_seconds'] / 3600:.4f}",
+        "cores": len(os.sched_getaffinity(0)),
+        "processor": processor[1] if processor else "",
+        "score": round(score["mean"], 3) if score else "",
+        "std": round(score["std"], 2) if score else "",
+        "episodes": score.get("episodes", ""),
+        "curve": f"curves/{name}.csv",
+        "note": note,
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
+    }
     return {key: str(value) for key, value in line.items()}
 
 
@@ -155,7 +165,7 @@ def number(x: str | float) -> str:
 
 
 def millions(steps: str) -> str:
-    return f"{int(steps) / 1e6:.3g}"
+    return f"{int(steps) / 1e6:.2g}"
 
 
 def each(runs: list[dict], key: str, form=str) -> str:

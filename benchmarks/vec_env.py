@@ -69,7 +69,7 @@ def measure(env_id: str, args: Args) -> dict[str, float]:
         actions = [action_space.sample() for _ in range(BATCHES)]
         for envs in contenders.values():
             envs.reset(seed=0)
-            steps_per_second(envs, actions[:8], 0)
+            steps_per_second(envs, actions, 0.5)  # warms up
         rates: dict[str, list[float]] = {name: [] for name in contenders}
         for _ in range(args.rounds):
             for name, envs in contenders.items():

@@ -1,1 +1,1 @@
-"""What the trainers share: command line, runs, environments, processes and replay memory."""
+"""What the trainers share."""

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 paac.py --n-envs 32
 
 Each rank steps its share of the environments. Gradients and statistics are those of all ranks, so
-that all have the same parameters: those of one process with all environments. Without torchrun
+every rank has the parameters that one process with all environments would have. Without torchrun
 there is rank 0 alone, and every function returns at once.
 """
 
@@ -93,7 +93,7 @@ class RankRun(common.run.Run):
 
 
 class OtherRun(RankRun):
-    """That of ranks above 0, which writes nothing."""
+    """The `Run` of ranks above 0: it writes nothing."""
 
     def _open(self, args: Any) -> None:
         self.writer = self.bar = tqdm(disable=True)

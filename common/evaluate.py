@@ -69,7 +69,7 @@ def save_returns(run_dir: Path, returns: np.ndarray) -> None:
 def record(args: Any, policy: Policy) -> None:
     """Play one episode, its first MAX_FRAMES frames at most, and write agent.gif at real speed.
 
-    A viewer shows a frame for 20 ms at least, so of faster environments frames are left out.
+    Viewers show no frame for less than 20 ms, so some frames of faster environments are left out.
     """
     env = make_env(args.env_id, json.loads(args.env_kwargs), "rgb_array")
     with contextlib.closing(env):

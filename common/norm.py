@@ -19,9 +19,9 @@ class RunningNorm(nn.Module):
     """(x - mean) / √(var + eps), clipped to ±clip: normalises vectors, as /255 does images.
 
     Mean and (population) variance are those of all vectors that `update` has seen, since the start
-    of training. Hogwild's processes add to the sums without a lock, so that a vector may be lost
-    from one sum and not from another. As the first vector c is taken off, this changes little:
-    where x is large beside its deviation, the variance would be a small difference of large sums.
+    of training. The sums are of x - c, c the first vector: where x is large beside its deviation,
+    the variance would be a small difference of large sums. Hogwild's processes add to them without
+    a lock, so that a sum may miss a vector, which then changes little.
 
     Where the space's bounds are within ±1, the mean is 0 and var the mean square of all components:
     dividing one-hot components by their own deviations would enlarge states that are seldom seen.
@@ -58,9 +58,10 @@ class RunningNorm(nn.Module):
 
 
 def make_norm(space: spaces.Box) -> RunningNorm | None:
-    """None for bounds within ±1: scaled (fe4cb63), one-step Q-learning did not learn Taxi-v4.
+    """For methods that learn Q: None where the bounds are within ±1, such as one-hot vectors.
 
-    Unscaled, paac.py and a3c.py did not, which take `RunningNorm`.
+    Scaled (fe4cb63), one-step Q-learning did not learn Taxi-v4. As they are, paac.py and a3c.py did
+    not, so that the actor-critics take `RunningNorm` always.
     """
     norm = RunningNorm(space)
     return None if norm.one_scale else norm

@@ -35,6 +35,8 @@ class RunArgs:
     """any Gymnasium id, `module:Id` included"""
     env_kwargs: str = "{}"
     """JSON: keyword arguments for the environment"""
+    seed: int = 1
+    """of environments, parameters and actions; runs in which processes race differ nevertheless"""
     rewards: Literal["auto", "clip", "scale", "raw"] = "auto"
     """learn from rewards clipped to [-1, 1], divided by the size of returns (common/norm.py), or as
     they are; auto: clip on Atari, else scale"""
@@ -124,8 +126,8 @@ def parse_args(
 
 def plain_flags(argv: list[str]) -> list[str]:
     """`--total-steps 1e6` as 1000000."""
-    whole = re.compile(r"^(--[\w-]+=)?(\d+e\d+|\d+\.\d{1,3}e([3-9]|\d\d))$")
-    return [whole.sub(lambda m: (m[1] or "") + str(int(float(m[2]))), word) for word in argv]
+    number = re.compile(r"^(--[\w-]+=)?(\d+(?:\.\d+)?e\d+)$")
+    return [number.sub(lambda m: f"{m[1] or ''}{float(m[2]):.15g}", word) for word in argv]
 
 
 def pick_device(name: str) -> torch.device:
@@ -277,9 +279,12 @@ class Run:
         # of a copy, as x may differ from itself while other processes write it
         if not all(x.clone().isfinite().all() for x in self.parts["model"].state_dict().values()):
             raise FloatingPointError("the network has numbers that are not finite; it is not saved")
-        state = {name: getattr(self, name) for name in ("script", "step", "updates", "episodes")}
-        state |= {"wall_seconds": time.monotonic() - self.started, "returns": list(self.returns)}
-        state |= {name: part.state_dict() for name, part in self.parts.items()}
+        state = {
+            **{name: getattr(self, name) for name in ("script", "step", "updates", "episodes")},
+            "wall_seconds": time.monotonic() - self.started,
+            "returns": list(self.returns),
+            **{name: part.state_dict() for name, part in self.parts.items()},
+        }
         torch.save(state, self.dir / "checkpoint.tmp")
         os.replace(self.dir / "checkpoint.tmp", self.dir / "checkpoint.pt")
         self.saved_step = self.step

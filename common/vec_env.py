@@ -53,19 +53,27 @@ class VecEnv(VectorEnv):
 
     Args:
         env_fns: one function per environment, which makes it.
-        n_workers: processes that share the environments; 0 steps all of them in this process. With
-            workers, one more environment is made here, to ask for its spaces.
+        n_workers: processes that share the environments; 0 steps all of them in this process.
+        spaces: of one environment, observations and actions. Where workers have the environments
+            and this is None, one more is made to ask for them.
 
     Raises: WorkerError: a worker has failed; here and in every call.
     """
 
-    def __init__(self, env_fns: EnvFns, n_workers: int = 0) -> None:
-        share = Share(env_fns[:1] if n_workers else env_fns)
-        self._share = None if n_workers else share
-        self.single_observation_space = obs_space = share.envs[0].observation_space
-        self.single_action_space = action_space = share.envs[0].action_space
-        if n_workers:
-            share.close()
+    def __init__(
+        self,
+        env_fns: EnvFns,
+        n_workers: int = 0,
+        spaces: tuple[gym.Space, gym.Space] | None = None,
+    ) -> None:
+        self._share = None if n_workers else Share(env_fns)
+        if spaces is None:
+            env = env_fns[0]() if n_workers else self._share.envs[0]
+            spaces = env.observation_space, env.action_space
+            if n_workers:
+                env.close()
+        obs_space, action_space = spaces
+        self.single_observation_space, self.single_action_space = spaces
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
         self.num_envs = n = len(env_fns)
         self.observation_space = batch_space(obs_space, n)
@@ -272,7 +280,7 @@ def make_vec_env(env_id: str, n_envs: int, n_workers: int, env_kwargs: str = "{}
     if is_atari(spec):
         return make_atari_vec_env(spec, n_envs, max(n_workers, 1), kwargs)
     env_fns = [functools.partial(make_env, env_id, kwargs)] * n_envs
-    envs = VecEnv(env_fns, n_workers)
+    envs = VecEnv(env_fns, n_workers, env_spaces(env_id, env_kwargs) if n_workers else None)
     space = envs.single_action_space
     if isinstance(space, spaces.Discrete) and space.start == 0:
         return envs

@@ -67,11 +67,3 @@ def test_priority_zero_is_never_drawn(priorities: list[float]) -> None:
         for n in (1, 3, 100, 512) * 10:
             indices, probabilities = tree.sample(n)
             assert set(indices) <= set(np.flatnonzero(priorities)) and (probabilities > 0).all()
-
-
-@pytest.mark.parametrize("priority", [-1.0, math.nan, math.inf])
-def test_a_priority_that_is_none_changes_nothing(priority: float) -> None:
-    tree = tree_of([0, 0, 0])
-    with pytest.raises(ValueError, match="priority"):
-        tree.update(np.array([0, 2]), np.array([3.0, priority]))
-    assert tree[np.arange(3)].tolist() == [0, 0, 0]
