@@ -193,7 +193,7 @@ class ActorCritic(nn.Module):
     """π(a|s; θ) and V(s; θ). Discrete actions: one trunk. Box actions: two networks (sec. 9).
 
     Initial weights are PyTorch's own, U(±1/√fan_in), as were Torch7's, or orthogonal; an LSTM's are
-    U(±1/√cells).
+    U(±1/√cells). With Box actions those of π's last layer are a tenth of that.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ Departures:
   over all of them only where actors are about as fast as each other: the ring of a faster one
   overwrites its own oldest transitions.
 - Batches are drawn when they are needed, not ahead.
-- The learner takes transitions between two updates. An actor waits while 2 chunks for each
-  of its environments have not been taken; the paper never blocks it.
+- The learner takes transitions between two updates. An actor waits while 2 chunks for each of its
+  environments have not been taken (with `--ray`: 200 steps); the paper never blocks it.
 - The learner publishes θ every 10 updates, so what an actor fetches may be 10 updates old; with
   `--ray`, what it acts on for 100 steps is the θ of 100 steps earlier.
 - `--replay-ratio` holds actors and learner to a ratio; in the paper both run free, at about 0.78.
@@ -328,7 +328,7 @@ class CentredRMSProp(torch.optim.Optimizer):
 # --- replay memory
 
 # A transition beside its observations: S' is n_rewards frames after S. The action is -1 where there
-# is none: at the final observation of a truncated episode.
+# is none: at the final observation of a truncated episode, and before an environment's first frame.
 TRANSITION = np.dtype([("action", "i8"), ("return", "f4"), ("discount", "f4"), ("n_rewards", "i8")])
 
 
@@ -392,10 +392,7 @@ class Replay:
         return indices - indices % self.length + (indices + n_frames) % self.length
 
     def add(self, chunk: Chunk) -> int:
-        """Add a chunk, in a full ring in place of the oldest. Returns its number of transitions.
-
-        Raises: ValueError: a priority is not finite.
-        """
+        """Add a chunk, in a full ring in place of the oldest. Returns its number of transitions."""
         n, B = self.args.n_step, self.args.chunk_size
         first = self.next[chunk.env]
         self.next[chunk.env] = self.later(first, B)
@@ -513,6 +510,7 @@ def actor(index: int, args: Args, first_step: int, fetch: Callable) -> Iterator[
         for t in itertools.count():
             if t % args.fetch_interval == 0:
                 model = fetch()  # θ ← Learner.Parameters()
+                model.bfloat16 = pick_bfloat16(args.bfloat16, torch.device("cpu"))
             q_values = model(torch.from_numpy(obs))
             actions = epsilon_greedy(q_values, epsilons).numpy()  # a ← π(s; θ)
             q_values = q_values.numpy()

@@ -36,6 +36,27 @@ def make_args(**changes):
     return dataclasses.replace(apex.Args(**apex.PRESETS["vector"]), **constants | changes)
 
 
+def test_constants_of_the_paper():
+    """Horgan et al. 2018, for Atari."""
+    expected = {
+        "n_step": 3,
+        "chunk_size": 50,
+        "fetch_interval": 100,
+        "capacity": 2_000_000,
+        "learning_starts": 50_000,
+        "trim_interval": 100,
+        "priority_beta": 0.4,
+        "batch_size": 512,
+        "target_interval": 2500,
+        "learning_rate": 0.00025 / 4,
+        "gamma": 0.99,
+        "max_grad_norm": 40,
+        "rms_decay": 0.95,
+        "rms_eps": 1.5e-7,
+    }
+    assert expected.items() <= vars(apex.Args()).items() and apex.PRESETS["atari"] == {}
+
+
 def slow_transitions(episode, n, gamma, sigma=1.0):
     """One for each frame; None at a truncated episode's last. An episode that goes on has no kind.
 
@@ -547,6 +568,7 @@ def test_learner_and_resume(monkeypatch, tmp_path):
     assert summary["episodes"] == watch.n_episodes > 20
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
     assert state["updates"] == n_updates and same(watch.targets[-1], state["target_model"])
+    assert state["model"]["norm.sums"][0, 0] >= summary["steps"]
     watch.models.clear(), watch.targets.clear()
     assert train(["--resume", folder], "--total-steps", 1200, "--replay-ratio", 1.5) == 0
     assert watch.first_step == summary["steps"]

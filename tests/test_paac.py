@@ -18,6 +18,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 import a3c
+import apex
 import async_q
 import nstep_q
 import paac
@@ -356,17 +357,20 @@ def test_rmsprop_against_a_slow_loop() -> None:
     assert p.tolist() == pytest.approx(theta, abs=1e-12)
 
 
-PAPER = {"total_steps": 115_000_000, "entropy_coef": 0.01, "max_grad_norm": 40}
-CODE = {"total_steps": 80_000_000, "entropy_coef": 0.02, "max_grad_norm": 3}
+BOTH = {"t_max": 5, "rms_decay": 0.99, "arch": "nips", "orthogonal_init": False}
+BOTH |= {"anneal_entropy": False}
+PAPER = BOTH | {"total_steps": 115_000_000, "entropy_coef": 0.01, "max_grad_norm": 40}
+CODE = BOTH | {"total_steps": 80_000_000, "entropy_coef": 0.02, "max_grad_norm": 3}
 PFRL = {"minibatch_size": 256, "update_epochs": 4, "clip_coef": 0.1, "max_grad_norm": 0.5}
 MNIH = {"total_steps": 80_000_000, "max_grad_norm": 40, "rms_decay": 0.99, "arch": "nips"}
+MNIH |= {"orthogonal_init": False}
 MNIH_Q = MNIH | {"target_interval": 40_000, "epsilon_steps": 4_000_000, "eval_epsilon": 0.05}
 PRESETS = [  # trainer, flags, constants, initial α, ε of the optimiser
     (paac, "", PAPER, 0.0224, 0.1),
     (paac, "--preset short --learning-rate 0.5", {"orthogonal_init": True}, 0.5, 1e-10),
     (paac, "--preset code --n-envs 8", CODE, 0.0056, 0.1),  # α = 0.0007 n_e
     (ppo_batch, "", PFRL, 2.5e-4, 1e-5),
-    (a3c, "", MNIH | {"t_max": 5, "entropy_coef": 0.01}, 7e-4, 0.1),
+    (a3c, "", MNIH | {"t_max": 5, "entropy_coef": 0.01, "anneal_entropy": False}, 7e-4, 0.1),
     (nstep_q, "", MNIH_Q | {"t_max": 5}, 7e-4, 0.1),
     *[(x, "", MNIH_Q | {"update_interval": 5}, 7e-4, 0.1) for x in (async_q, sarsa)],
     *[(x, "--preset short", {"orthogonal_init": True}, 7e-4, 1e-5) for x in (a3c, *Q_TRAINERS)],
@@ -382,8 +386,11 @@ def test_preset_of_a_task() -> None:
         (paac, ["vector", "paper", "continuous", "continuous"]),
         (a3c, ["vector", "atari", "continuous", "continuous"]),
         (ppo_batch, ["vector", "atari", "continuous", "atari"]),
+        (apex, ["vector", "atari"]),
     ):
-        assert [trainer.pick_preset(trainer.Args(), *task) for task in tasks] == names
+        assert [trainer.pick_preset(trainer.Args(), *x) for x in tasks[: len(names)]] == names
+    # the weight of the entropy of sec. 9
+    assert {x.PRESETS["continuous"]["entropy_coef"] for x in (paac, a3c)} == {1e-4}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
