@@ -355,8 +355,8 @@ def actor_learner(
         first_step: T when this process was started.
         model, optimizer, reward_scale: θ and the statistics, shared by all processes, but for
             the optimizer's where --optimizer says so.
-        counts: (n_processes,) int64, shared: steps of each process, whose sum is T. The first one
-            has those of earlier parts of the run.
+        counts: (n_processes,) int64, shared: steps of each process, whose sum is T. counts[0]
+            starts at the steps of earlier parts of the run.
         ending: (1,) bool, shared: all processes are to end.
         parent: connection for reports of episodes and losses.
     """

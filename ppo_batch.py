@@ -19,7 +19,7 @@ at once. After T steps of all of them come K epochs over the N·T transitions, i
 
 This is the PPO of ChainerRL's code and of PFRL, its successor in PyTorch:
 - A termination cuts the return; the blog of 2018 keeps the value of the last step.
-- V and log π of θ_old are those of acting; PFRL computes them again, from the same θ.
+- V and log π of θ_old are kept from acting; PFRL computes them again after the rollout.
 - Advantages are standardised once, over the whole batch; the value loss is a mean square, weight 1.
 - Where M does not divide N·T, a minibatch holds the end of one epoch and the start of the next.
 - On vectors, the statistics that normalise observations change between the rollout and its epochs,
@@ -34,8 +34,8 @@ This is the PPO of ChainerRL's code and of PFRL, its successor in PyTorch:
   al. are `--update-epochs 3 --anneal-clip`.
 
 Departures:
-- Rewards are divided by the size of returns, but for Atari; PFRL has `--rewards raw`. Vectors whose
-  bounds are within ±1 keep their mean and have one scale (see common/norm.py).
+- Rewards are divided by the size of returns, but for Atari; PFRL has `--rewards raw`. Vectors
+  whose bounds are within ±1 are divided by one number (see common/norm.py).
 - A time limit does not cut the return: it bootstraps from V of the final observation. PFRL's MuJoCo
   example cuts it (`--no-bootstrap-limits`).
 - α and ε are those of the rollout's first step, as in the code of Schulman et al. PFRL's are those
@@ -448,7 +448,7 @@ def train(
                 log_probs, _ = model.log_prob_and_entropy(torch.stack(outputs), actions)
             reward_scale.update()
             r, ends = torch.from_numpy(reward_scale(rewards)), torch.from_numpy(dones)
-            v, v_end = values.cpu(), bootstrap.cpu()  # so many small kernels are slow on a GPU
+            v, v_end = values.cpu(), bootstrap.cpu()  # on a GPU, gae's many small kernels are slow
             advantages = gae(r, ends, v, final_values, v_end, args.gamma, args.gae_lambda)
             advantages = advantages.to(device)  # A_1 to A_T
             returns = advantages + values

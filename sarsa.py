@@ -25,8 +25,9 @@ Where the sources differ or are silent:
 - The network is the small one of the supplement (sec. 8); `--arch nature` is that of Mnih et al.
   2015. On Atari, rewards are clipped to [-1, 1]; public reproductions differ.
 - The error is squared as it is, without Huber loss or clipping, and summed over the steps.
-- α = 0.0007, ε = 0.1 inside RMSProp's root and a clipping threshold of 40 are A3C's: public
-  reproductions report them from its author's e-mail. g starts from 0, with `--preset short` from 1.
+- α = 0.0007, ε = 0.1 inside RMSProp's root and the clipping threshold of 40 are not in the paper.
+  They are A3C's, as reproductions report them from its author. g starts from 0, with `--preset
+  short` from 1.
 - The count of 5 steps runs on where an episode ends, as in Algorithm 1.
 - Evaluated episodes are played with ε = 0.05 on images, as in ChainerRL (0.01 with `--preset
   short`), and 0 on vectors.
@@ -89,7 +90,7 @@ PRESETS = {
         "learning_rate": 2e-3,
         "rms_eps": 1e-3,
         "eval_epsilon": 0.0,
-        # of (0.1, 0.01, 0.5), two processes may both draw 0.5
+        # with (0.1, 0.01, 0.5), both of two processes may draw 0.5
         "epsilon_finals": (0.2,),
         "epsilon_probs": (1.0,),
     },
@@ -261,8 +262,8 @@ def actor_learner(
         first_step: T when this process was started.
         model, target_model, optimizer, reward_scale: θ, θ⁻, RMSProp's g and the size of rewards,
             shared by all processes.
-        counts: (n_processes,) int64, shared: steps of each process, whose sum is T. The first one
-            has those of earlier parts of the run.
+        counts: (n_processes,) int64, shared: steps of each process, whose sum is T. counts[0]
+            starts at the steps of earlier parts of the run.
         target_step: (1,) int64, shared: T when θ⁻ was copied last, or when the processes started.
         ending: (1,) bool, shared: all processes are to end.
         parent: connection for reports of episodes and losses.

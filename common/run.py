@@ -102,7 +102,7 @@ def parse_args(
     elif args.run_dir is None:
         name = f"{args.env_id}__{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         args.run_dir = f"runs/{name.replace('/', '-').replace(':', '-')}"
-    elif (Path(args.run_dir) / "args.json").exists():
+    elif (Path(args.run_dir) / "checkpoint.pt").exists():
         usage_error(
             f"--run-dir {args.run_dir} holds a run; --resume {args.run_dir} goes on with it"
         )

@@ -172,7 +172,7 @@ def test_flags(flags, field, value, tmp_path):
         ("sarsa", ["--env-id", "CartPole-v1", "--env-kwargs", '{"sise": 3}'], "sise"),
         ("apex", ["--env-id", "Pendulum-v1"], "Discrete"),
         ("nstep_q", ["--evaluate", "no_such_run"], "no_such_run"),
-        ("paac", ["--env-id", "CartPole-v1", "--run-dir", "a_run"], "--resume a_run"),
+        ("paac", ["--env-id", "CartPole-v1", "--run-dir", "b_run"], "--resume b_run"),
         ("paac", ["--env-id", "CartPole-v1", "--preset", "short"], "images"),
         ("apex", ["--env-id", "CartPole-v1", "--resume", "a_run"], "checkpoint"),
         ("paac", ["--resume", "a_run", "--run-dir", "another"], "--run-dir"),
@@ -183,11 +183,13 @@ def test_mistake_gets_one_line(name, flags, named, tmp_path, monkeypatch, capfd)
     """The line says what to write, and nothing is written."""
     (tmp_path / "a_run").mkdir()
     (tmp_path / "a_run" / "args.json").write_text("{}")
+    (tmp_path / "b_run").mkdir()
+    (tmp_path / "b_run" / "checkpoint.pt").touch()
     monkeypatch.chdir(tmp_path)
     assert run(name, *flags) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.count("\n") == 1 and named in err
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a_run", "args.json"]
+    assert len(list(tmp_path.rglob("*"))) == 4
 
 
 def test_environment_that_changes_the_working_directory(tmp_path, monkeypatch):
