@@ -189,6 +189,9 @@ class Run:
             self.step, self.updates = checkpoint["step"], checkpoint["updates"]
             self.episodes, self.returns = checkpoint["episodes"], deque(checkpoint["returns"], 100)
             self.started -= checkpoint["wall_seconds"]
+            if self.complete:
+                done = f"{args.run_dir} has {self.step:,} steps"
+                usage_error(f"{done}: --resume needs more --total-steps, --evaluate plays episodes")
         self.first_time = 0.0  # of the first step, which speeds count from
         self.saved_step = self.step
         self._open(args)

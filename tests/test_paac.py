@@ -342,21 +342,6 @@ def test_loss_by_hand() -> None:
     assert paac.paac_loss(log_probs, one, values, returns, 0.1, 0.25)[1].item() == parts[1].item()
 
 
-def test_rmsprop_against_a_slow_loop() -> None:
-    rng = np.random.default_rng(0)
-    p = nn.Parameter(torch.from_numpy(rng.normal(size=5)))
-    optimizer = paac.RMSProp([p], lr=9.9, decay=0.9, eps=0.1, initial_square=1.0)
-    theta, g = p.tolist(), [1.0] * 5
-    for lr in (0.3, 0.2, 0.1):
-        optimizer.param_groups[0]["lr"] = lr
-        p.grad = torch.from_numpy(rng.normal(size=5) * [0.01, 0.1, 1, 10, 100])
-        optimizer.step()
-        for i, d in enumerate(p.grad.tolist()):
-            g[i] = 0.9 * g[i] + 0.1 * d * d
-            theta[i] -= lr * d / (g[i] + 0.1) ** 0.5
-    assert p.tolist() == pytest.approx(theta, abs=1e-12)
-
-
 BOTH = {"t_max": 5, "rms_decay": 0.99, "arch": "nips", "orthogonal_init": False}
 BOTH |= {"anneal_entropy": False}
 PAPER = BOTH | {"total_steps": 115_000_000, "entropy_coef": 0.01, "max_grad_norm": 40}

@@ -146,6 +146,9 @@ def check_refused(name, run_dir, capfd):
         assert run(other, flag, run_dir) == 2
         line = capfd.readouterr().err
         assert f"written by {name}.py, not by {other}.py" in line and line.count("\n") == 1
+    assert run(name, "--resume", run_dir, "--total-steps", 300) == 2
+    assert "more --total-steps" in capfd.readouterr().err
+    assert json.loads((run_dir / "args.json").read_text())["total_steps"] == 800
     assert (run_dir / "checkpoint.pt").read_bytes() == kept
 
 
