@@ -131,7 +131,9 @@ class SlowPpo(SlowAgent):
                 row[3] = (row[3] - A.mean()) / (A.std() + 1e-8)  # over n, not n - 1
         return rows
 
-    def update(self, rows: list[list], minibatches: list, lr: float, eps: float) -> dict:
+    def update(
+        self, rows: list[list], minibatches: list, lr: float, eps: float, beta: float
+    ) -> dict:
         """One step of Adam for each minibatch; what is to be logged of the last."""
         a = self.args
         self.seen += [row[0] for row in rows]
@@ -143,7 +145,7 @@ class SlowPpo(SlowAgent):
                 bound = 1 + eps if A > 0 else 1 - eps
                 out = ratio > bound if A > 0 else ratio < bound
                 self.n_clipped += bool(out)
-                surrogate = surrogate + (bound if out else ratio) * A + a.entropy_coef * entropy
+                surrogate = surrogate + (bound if out else ratio) * A + beta * entropy
                 squared_error = squared_error + (R - self.network("value", obs)[0]) ** 2
                 ratios.append(ratio.item())
                 entropies.append(entropy.item())
@@ -168,7 +170,7 @@ CLIPPED = {"max_grad_norm": 0.5, "rewards": "clip", "anneal_lr": True, "anneal_c
 CASES: dict[str, dict[str, Any]] = {
     "time limits bootstrap": {},
     "time limits cut": {"bootstrap_limits": False},
-    "both at once": {"ends": [(2, "both"), (3, "truncated")]},
+    "both at once": {"ends": [(2, "both"), (3, "truncated")], "anneal_entropy": True},
     "all clipped": CLIPPED | {"ends": [(3, "truncated"), (2, "terminated"), (6, "truncated")]},
     "not standardised": {"ends": [(7, "truncated")], "standardize_advantages": False},
     "continuous": {"ends": [(2, "terminated"), (3, "truncated"), (7, "terminated")]},
@@ -197,7 +199,8 @@ def test_train_is_batch_ppo(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         lr = 0.02 * (1 - k / 4 if args.anneal_lr else 1)
         eps = 0.15 * (1 - k / 4 if args.anneal_clip else 1)
         rows = slow.collect(walks, 5 * k, 5 * k + 5)
-        expected = slow.update(rows, order[k].tolist(), lr, eps) | {"step": 10 * (k + 1)}
+        beta = 0.05 * (1 - k / 2 if args.anneal_entropy else 1)
+        expected = slow.update(rows, order[k].tolist(), lr, eps, beta) | {"step": 10 * (k + 1)}
         assert logged == pytest.approx(expected, rel=1e-3, abs=1e-5)
         slow.check(state, moments, exp_avg=slow.m, exp_avg_sq=slow.v)
     assert slow.n_clipped > 5 and (slow.n_scaled > 5 or case != "all clipped")
