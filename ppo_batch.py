@@ -105,7 +105,7 @@ PRESETS = {
     },
     "continuous": MUJOCO,
     # Discrete actions; with β = 0 it fails on Taxi-v4, a constant β costs reward on FrozenLake-v1
-    "vector": MUJOCO | {"entropy_coef": 0.1, "anneal_entropy": True},
+    "vector": MUJOCO | {"entropy_coef": 0.06, "anneal_entropy": True},
 }
 
 
@@ -152,7 +152,7 @@ class Args(RunArgs):
     entropy_coef: float = 0.01
     """β, weight of the entropy"""
     anneal_entropy: bool = False
-    """β falls to zero over the first half of total_steps"""
+    """β falls to zero over total_steps"""
     value_coef: float = 1.0
     """weight of the squared value error"""
     max_grad_norm: float | None = 0.5
@@ -470,7 +470,7 @@ def train(
             if args.anneal_clip:
                 clip_coef = linear_decay(clip_coef, step, args.total_steps)
             if args.anneal_entropy:
-                entropy_coef = linear_decay(entropy_coef, 2 * step, args.total_steps)
+                entropy_coef = linear_decay(entropy_coef, step, args.total_steps)
             optimizer.param_groups[0]["lr"] = lr
             step += args.n_envs * t_max
             data = actions, log_probs, advantages, returns

@@ -199,7 +199,7 @@ def test_train_is_batch_ppo(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         lr = 0.02 * (1 - k / 4 if args.anneal_lr else 1)
         eps = 0.15 * (1 - k / 4 if args.anneal_clip else 1)
         rows = slow.collect(walks, 5 * k, 5 * k + 5)
-        beta = 0.05 * (1 - k / 2 if args.anneal_entropy else 1)
+        beta = 0.05 * (1 - k / 4 if args.anneal_entropy else 1)
         expected = slow.update(rows, order[k].tolist(), lr, eps, beta) | {"step": 10 * (k + 1)}
         assert logged == pytest.approx(expected, rel=1e-3, abs=1e-5)
         slow.check(state, moments, exp_avg=slow.m, exp_avg_sq=slow.v)
