@@ -11,6 +11,7 @@ results/curves/ already is not run again.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -67,15 +68,18 @@ def tasks(suite: str) -> list[tuple[str, str, int | None]]:
 def command(run_dir: Path, trainer: str, env_id: str, steps: int | None, seed: int) -> list[str]:
     """What starts a run, or goes on with it."""
     script = [sys.executable, str(ROOT / f"{trainer}.py")]
+    episodes = ["--eval-episodes", "100"] if env_id in (*MUJOCO, "FrozenLake-v1") else []
+    summary = run_dir / "summary.json"
+    if summary.exists() and json.loads(summary.read_text())["status"] == "completed":
+        return [*script, "--evaluate", str(run_dir), *episodes]
     if (run_dir / "checkpoint.pt").exists():
         return [*script, "--resume", str(run_dir)]
     flags = ["--total-steps", str(steps)] if steps else ["--preset", "short"]
     if trainer in ("paac", "ppo_batch") and steps:
         flags += ["--n-workers", "0"]
-    flags += ["--eval-episodes", "100"] if env_id in (*MUJOCO, "FrozenLake-v1") else []
     flags += ["--lstm"] if "Memory" in env_id else []
     task = ["--env-id", env_id, "--seed", str(seed), "--run-dir", str(run_dir)]
-    return [*script, *task, *flags]
+    return [*script, *task, *flags, *episodes]
 
 
 def main() -> None:
