@@ -113,6 +113,7 @@ class Args(RunArgs):
     recurrent for vectors with --lstm, else vector"""
     total_steps: int = 80_000_000
     """T_max: agent steps of all processes; 1 step = 1 action = 4 frames on Atari"""
+
     n_processes: int | None = None
     """actor-learners; None: one per core"""
     arch: Literal["auto", "nips", "nature", "mlp"] = "auto"

@@ -510,6 +510,7 @@ def actor(index: int, args: Args, first_step: int, fetch: Callable) -> Iterator[
         for t in itertools.count():
             if t % args.fetch_interval == 0:
                 model = fetch()  # θ ← Learner.Parameters()
+                # the learner's is for its own device
                 model.bfloat16 = pick_bfloat16(args.bfloat16, torch.device("cpu"))
             q_values = model(torch.from_numpy(obs))
             actions = epsilon_greedy(q_values, epsilons).numpy()  # a ← π(s; θ)

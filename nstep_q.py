@@ -97,6 +97,7 @@ class Args(RunArgs):
     """constants, see PRESETS (short: images); auto: atari for images, else vector"""
     total_steps: int = 80_000_000
     """T_max: agent steps of all processes; 1 step = 1 action = 4 frames on Atari"""
+
     n_processes: int | None = None
     """actor-learners; None: one per core"""
     arch: Literal["auto", "nips", "nature", "mlp"] = "auto"

@@ -26,8 +26,8 @@ This is the PPO of ChainerRL's code and of PFRL, its successor in PyTorch:
   so even the first ρ is not exactly 1.
 - The presets `atari` and `continuous` are PFRL's, but for two changes in `continuous`: 8
   environments, where its example has 1, and α falls to zero, as in ChainerRL's batch example, where
-  PFRL's is constant (`--no-anneal-lr`). `vector`, the same with an entropy bonus, and `short`, with
-  the smaller network, are ours.
+  PFRL's is constant (`--no-anneal-lr`). `vector`, the same with an entropy bonus that falls to
+  zero, and `short`, with the smaller network, are ours.
 - ChainerRL's constants, but for its LeCun weights, are `--preset continuous --gamma 0.99
   --gae-lambda 0.95 --no-standardize-advantages --n-envs 1 --total-steps 1e6 --no-bootstrap-limits
   --rewards raw` in an environment that multiplies rewards by 0.01. Those of Table 5 of Schulman et

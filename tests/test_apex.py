@@ -271,11 +271,12 @@ def q_of(version, obs):
 def run_actor(index, args, n_steps):
     """The chunks of each environment and their σ; the episodes are in Walk.walks."""
     Walk.walks.clear()
-    versions = itertools.count()
+    versions, models = itertools.count(), []
 
     def fetch():
         version = next(versions)
-        return lambda obs: torch.tensor([q_of(version, x) for x in obs.numpy()])
+        models.append(lambda obs: torch.tensor([q_of(version, x) for x in obs.numpy()]))
+        return models[-1]
 
     chunks, sums = defaultdict(list), np.zeros(2)
     with contextlib.closing(apex.actor(index, args, 0, fetch)) as steps:
@@ -284,6 +285,7 @@ def run_actor(index, args, n_steps):
             sigma = math.sqrt(sums[1] / sums[0]) / 10 if args.rewards == "scale" else 1.0
             chunks[chunk.env].append((chunk, sigma))
     assert next(versions) == math.ceil(n_steps / args.fetch_interval)
+    assert all(model.bfloat16 == (args.bfloat16 == "on") for model in models)
     return chunks
 
 
@@ -291,7 +293,7 @@ def run_actor(index, args, n_steps):
 @pytest.mark.parametrize("image", [True, False], ids=["images", "vectors"])
 def test_actor_against_whole_episodes(image, epsilon):
     args = make_args(env_id=WALK, n_actors=2, envs_per_actor=2, epsilon=epsilon)
-    args.rewards = "clip" if image else "scale"
+    args.rewards, args.bfloat16 = ("clip", "on") if image else ("scale", "off")
     args.env_kwargs, args.fetch_interval = json.dumps({"image": image}), 7
     args.capacity, args.batch_size = 1000, 100
     n_steps = 60 if image else 200
@@ -346,7 +348,7 @@ def test_epsilons(monkeypatch):
     assert apex.epsilons_of(0.4, 7.0, torch.arange(1), 1).tolist() == pytest.approx([0.4])
     seen, act = [], apex.epsilon_greedy
     monkeypatch.setattr(apex, "epsilon_greedy", lambda q, e: seen.append(e) or act(q, e))
-    run_actor(1, make_args(env_id=WALK, n_actors=2, envs_per_actor=4), 3)
+    run_actor(1, make_args(env_id=WALK, n_actors=2, envs_per_actor=4, bfloat16="off"), 3)
     for epsilons in seen:
         np.testing.assert_allclose(epsilons, expected[4:], rtol=1e-5)
     torch.manual_seed(0)

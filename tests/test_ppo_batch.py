@@ -131,13 +131,11 @@ class SlowPpo(SlowAgent):
                 row[3] = (row[3] - A.mean()) / (A.std() + 1e-8)  # over n, not n - 1
         return rows
 
-    def update(
-        self, rows: list[list], minibatches: list, lr: float, eps: float, beta: float
-    ) -> dict:
+    def update(self, rows: list, order: list, lr: float, eps: float, beta: float) -> dict:
         """One step of Adam for each minibatch; what is to be logged of the last."""
         a = self.args
         self.seen += [row[0] for row in rows]
-        for indices in minibatches:
+        for indices in order:
             surrogate, squared_error, ratios, entropies = 0, 0, [], []
             for obs, action, old_log_prob, A, R in (rows[i] for i in indices):
                 log_prob, entropy = self.log_prob_and_entropy(obs, action)

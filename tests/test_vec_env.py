@@ -22,7 +22,7 @@ from gymnasium.spaces import Box
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from common.processes import WorkerError, on_signals, start
-from common.vec_env import VecEnv, make_env, make_vec_env
+from common.vec_env import VecEnv, env_spaces, make_env, make_vec_env
 from tests.envs import ACTIONS, OBSERVATIONS, Simulator, Walk
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,22 +155,23 @@ def test_a_mistaken_id_says_what_to_write() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork beside threads
-@pytest.mark.parametrize(("n_workers", "made", "slow"), [(0, 3, 0.01), (2, 4, 1.5)])
-def test_from_make_to_close(n_workers, made, slow, log, monkeypatch) -> None:
-    """Environments may hold processes and take time to close; one more is made for the spaces."""
+@pytest.mark.parametrize(("n_workers", "slow"), [(0, 0.01), (2, 1.5)])
+def test_from_make_to_close(n_workers, slow, log, monkeypatch) -> None:
+    """Environments may hold processes and take time to close; one is made for the spaces, once."""
     env_kwargs = json.dumps({"log": str(log), "slow": slow})
     start("process", int).join()
     monkeypatch.setenv("WORD", str(os.getpid()))  # later than the server of processes starts
+    env_spaces(SIMULATOR, env_kwargs)
     envs = make_vec_env(SIMULATOR, 3, n_workers, env_kwargs)
     envs.reset(seed=0)
     assert envs.step(np.array([0, 1, 1]))[0].tolist() == [[0], [1], [1]]
     held = notes(log, "held")
     assert sum(map(runs, held)) == 2 * 3
     envs.close()
-    assert len(notes(log, "closed")) == len(set(notes(log, "drew"))) == made
+    assert len(notes(log, "closed")) == len(set(notes(log, "drew"))) == 4
     assert not any(map(runs, held))
     assert len(set(notes(log, "stepped"))) == max(n_workers, 1)  # processes
-    assert notes(log, "hears") == [os.getpid()] * made
+    assert notes(log, "hears") == [os.getpid()] * 4
 
 
 def simulators(log: Path, bad: int, **kwargs: Any) -> list[functools.partial]:
