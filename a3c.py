@@ -301,39 +301,45 @@ def linear_decay(initial: float, step: int, total_steps: int) -> float:
     return initial * max(0.0, 1 - step / total_steps)
 
 
-class RMSProp(torch.optim.Optimizer):
+class RMSProp(nn.Module):
     """g ← decay g + (1 - decay) d²; θ ← θ - lr d / √(g + eps).
 
-    torch.optim.RMSprop has eps outside the root. `initial_square` is g at the start: 1 in
-    TensorFlow and PAAC, 0 in A3C.
+    torch.optim.RMSprop has eps outside the root, and needs 1.4 s to start. A Module saves its
+    buffers. `initial_square` is g at the start: 1 in TensorFlow and PAAC, 0 in A3C.
     """
 
-    def __init__(
-        self, params: Any, lr: float, decay: float, eps: float, initial_square: float
-    ) -> None:
-        super().__init__(params, {"lr": lr, "decay": decay, "eps": eps})
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["square"] = torch.full_like(p, initial_square)
+    def __init__(self, params: Any, decay: float, eps: float, initial_square: float) -> None:
+        super().__init__()
+        self.params, self.decay, self.eps = list(params), decay, eps
+        for i, p in enumerate(self.params):
+            self.register_buffer(f"square_{i}", torch.full_like(p, initial_square))
 
     @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                square = self.state[p]["square"].mul_(group["decay"])
-                square.addcmul_(p.grad, p.grad, value=1 - group["decay"])
-                p.addcmul_(p.grad, (square + group["eps"]).rsqrt_(), value=-group["lr"])
+    def step(self, lr: float) -> None:
+        for p, square in zip(self.params, self.buffers(), strict=True):
+            square.mul_(self.decay).addcmul_(p.grad, p.grad, value=1 - self.decay)
+            p.addcmul_(p.grad, (square + self.eps).rsqrt_(), value=-lr)
 
 
-def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
-    """RMSProp, or momentum SGD: m ← decay m + (1 - decay) d; θ ← θ - lr m (sec. 4)."""
-    lr, decay = args.learning_rate, args.rms_decay
-    if args.optimizer != "momentum-sgd":
-        return RMSProp(model.parameters(), lr, decay, args.rms_eps, args.rms_initial_square)
-    sgd = torch.optim.SGD(model.parameters(), lr, momentum=decay, dampening=decay)
-    for p in model.parameters():  # else m would start from the first d
-        sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
-    return sgd
+class MomentumSGD(nn.Module):
+    """m ← decay m + (1 - decay) d; θ ← θ - lr m (sec. 4)."""
+
+    def __init__(self, params: Any, decay: float) -> None:
+        super().__init__()
+        self.params, self.decay = list(params), decay
+        for i, p in enumerate(self.params):
+            self.register_buffer(f"mean_{i}", torch.zeros_like(p))
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        for p, mean in zip(self.params, self.buffers(), strict=True):
+            p.sub_(mean.lerp_(p.grad, 1 - self.decay), alpha=lr)
+
+
+def make_optimizer(args: Args, model: nn.Module) -> RMSProp | MomentumSGD:
+    if args.optimizer == "momentum-sgd":
+        return MomentumSGD(model.parameters(), args.rms_decay)
+    return RMSProp(model.parameters(), args.rms_decay, args.rms_eps, args.rms_initial_square)
 
 
 # --- training
@@ -344,7 +350,7 @@ def actor_learner(
     args: Args,
     first_step: int,
     model: ActorCritic,
-    optimizer: torch.optim.Optimizer,
+    optimizer: RMSProp | MomentumSGD,
     reward_scale: RewardScale,
     counts: Tensor,
     ending: Tensor,
@@ -424,8 +430,7 @@ def actor_learner(
             for p, local in zip(parameters, local_parameters, strict=True):
                 p.grad = local.grad  # which belongs to this process alone
             lr = linear_decay(args.learning_rate, T, args.total_steps)
-            optimizer.param_groups[0]["lr"] = lr
-            optimizer.step()  # asynchronous update of θ
+            optimizer.step(lr)  # asynchronous update of θ
             if model.norm:
                 model.norm.update(torch.cat(observations))
             if done:
@@ -449,7 +454,7 @@ def train(
     args: Args,
     run: Run,
     model: ActorCritic,
-    optimizers: list[torch.optim.Optimizer],
+    optimizers: list[RMSProp | MomentumSGD],
     reward_scale: RewardScale,
 ) -> None:
     """The parent: starts the actor-learners and follows them to the end; it trains nothing.

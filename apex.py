@@ -301,28 +301,28 @@ def linear_decay(initial: float, step: int, total_steps: int) -> float:
     return initial * max(0.0, 1 - step / total_steps)
 
 
-class CentredRMSProp(torch.optim.Optimizer):
+class CentredRMSProp(nn.Module):
     """g ← decay g + (1 - decay) d²; m ← decay m + (1 - decay) d; θ ← θ - lr d / √(g - m² + eps).
 
-    torch.optim.RMSprop has eps outside the root. g - m² is a variance, which rounding may leave
-    below zero.
+    torch.optim.RMSprop has eps outside the root, and needs 1.4 s to start. A Module saves its
+    buffers. g - m² is a variance, which rounding may leave below zero.
     """
 
-    def __init__(self, params: Any, lr: float, decay: float, eps: float) -> None:
-        super().__init__(params, {"lr": lr, "decay": decay, "eps": eps})
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p].update(square=torch.zeros_like(p), mean=torch.zeros_like(p))
+    def __init__(self, params: Any, decay: float, eps: float) -> None:
+        super().__init__()
+        self.params, self.decay, self.eps = list(params), decay, eps
+        for i, p in enumerate(self.params):
+            self.register_buffer(f"square_{i}", torch.zeros_like(p))
+            self.register_buffer(f"mean_{i}", torch.zeros_like(p))
 
     @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                square = self.state[p]["square"].mul_(group["decay"])
-                square.addcmul_(p.grad, p.grad, value=1 - group["decay"])
-                mean = self.state[p]["mean"].lerp_(p.grad, 1 - group["decay"])
-                variance = square.addcmul(mean, mean, value=-1).clamp_(min=0)
-                p.addcdiv_(p.grad, variance.add_(group["eps"]).sqrt_(), value=-group["lr"])
+    def step(self, lr: float) -> None:
+        for i, p in enumerate(self.params):
+            square, mean = self.get_buffer(f"square_{i}"), self.get_buffer(f"mean_{i}")
+            square.mul_(self.decay).addcmul_(p.grad, p.grad, value=1 - self.decay)
+            mean.lerp_(p.grad, 1 - self.decay)
+            variance = square.addcmul(mean, mean, value=-1).clamp_(min=0)
+            p.addcdiv_(p.grad, variance.add_(self.eps).sqrt_(), value=-lr)
 
 
 # --- replay memory
@@ -618,6 +618,7 @@ def update(
     model: QNetwork,
     target_model: QNetwork,
     optimizer: CentredRMSProp,
+    lr: float,
     batch: Batch,
     sigma: float,
     max_grad_norm: float,
@@ -633,11 +634,11 @@ def update(
     errors = targets - q_values
     squares = errors.square()
     loss = (batch.weights * squares / 2).mean()
-    optimizer.zero_grad()
+    model.zero_grad()
     loss.backward()
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm, error_if_nonfinite=True)
     errors = errors.detach().cpu().numpy()
-    optimizer.step()
+    optimizer.step(lr)
     return errors, {"td_loss": squares, "q_values": q_values, "grad_norm": grad_norm}
 
 
@@ -676,12 +677,12 @@ def train(
                 run.log_step(step, **losses)
                 continue
             batch = replay.sample()  # id, τ ← Replay.Sample()
+            lr = args.learning_rate
             if args.anneal_lr:
-                lr = linear_decay(args.learning_rate, step, args.total_steps)
-                optimizer.param_groups[0]["lr"] = lr
+                lr = linear_decay(lr, step, args.total_steps)
             # l ← ComputeLoss(τ; θ), θ ← UpdateParameters(l; θ), p ← ComputePriorities()
             errors, losses = update(
-                model, target_model, optimizer, batch, reward_scale.sigma, args.max_grad_norm
+                model, target_model, optimizer, lr, batch, reward_scale.sigma, args.max_grad_norm
             )
             priorities = priorities_of(errors, args)
             replay.set_priorities(batch.indices, priorities)  # Replay.SetPriority(id, p)
@@ -734,7 +735,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(args.seed)
     model = QNetwork(observations, actions, pick_bfloat16(args.bfloat16, device)).to(device)  # θ
     target_model = copy.deepcopy(model)  # θ⁻
-    optimizer = CentredRMSProp(model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps)
+    optimizer = CentredRMSProp(model.parameters(), args.rms_decay, args.rms_eps)
     reward_scale = RewardScale(args, size=10.0)
 
     if args.evaluate:

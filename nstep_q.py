@@ -208,28 +208,24 @@ def linear_decay(initial: float, step: int, total_steps: int) -> float:
     return initial * max(0.0, 1 - step / total_steps)
 
 
-class RMSProp(torch.optim.Optimizer):
+class RMSProp(nn.Module):
     """g ← decay g + (1 - decay) d²; θ ← θ - lr d / √(g + eps).
 
-    torch.optim.RMSprop has eps outside the root. `initial_square` is g at the start: 1 in
-    TensorFlow and PAAC, 0 in A3C.
+    torch.optim.RMSprop has eps outside the root, and needs 1.4 s to start. A Module saves its
+    buffers. `initial_square` is g at the start: 1 in TensorFlow and PAAC, 0 in A3C.
     """
 
-    def __init__(
-        self, params: Any, lr: float, decay: float, eps: float, initial_square: float
-    ) -> None:
-        super().__init__(params, {"lr": lr, "decay": decay, "eps": eps})
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["square"] = torch.full_like(p, initial_square)
+    def __init__(self, params: Any, decay: float, eps: float, initial_square: float) -> None:
+        super().__init__()
+        self.params, self.decay, self.eps = list(params), decay, eps
+        for i, p in enumerate(self.params):
+            self.register_buffer(f"square_{i}", torch.full_like(p, initial_square))
 
     @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                square = self.state[p]["square"].mul_(group["decay"])
-                square.addcmul_(p.grad, p.grad, value=1 - group["decay"])
-                p.addcmul_(p.grad, (square + group["eps"]).rsqrt_(), value=-group["lr"])
+    def step(self, lr: float) -> None:
+        for p, square in zip(self.params, self.buffers(), strict=True):
+            square.mul_(self.decay).addcmul_(p.grad, p.grad, value=1 - self.decay)
+            p.addcmul_(p.grad, (square + self.eps).rsqrt_(), value=-lr)
 
 
 # --- training
@@ -315,8 +311,7 @@ def actor_learner(
             for p, local in zip(parameters, local_parameters, strict=True):
                 p.grad = local.grad  # p is shared, its gradient is not
             lr = linear_decay(args.learning_rate, T, args.total_steps)
-            optimizer.param_groups[0]["lr"] = lr
-            optimizer.step()  # asynchronous update of θ
+            optimizer.step(lr)  # asynchronous update of θ
             if model.norm:
                 model.norm.update(torch.cat(observations))
             if T // args.target_interval > target_step[0] // args.target_interval:
@@ -417,9 +412,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(args.seed)
     model = QNetwork(observations, actions, args.arch, args.orthogonal_init)  # θ
     target_model = copy.deepcopy(model)  # θ⁻
-    optimizer = RMSProp(
-        model.parameters(), args.learning_rate, args.rms_decay, args.rms_eps, initial_square=0.0
-    )
+    optimizer = RMSProp(model.parameters(), args.rms_decay, args.rms_eps, initial_square=0.0)
     reward_scale = RewardScale(args, size=10.0)
 
     if args.evaluate:

@@ -381,18 +381,18 @@ def test_rmsprop_against_a_slow_loop():
     rng = np.random.default_rng(0)
     start, gradients = rng.normal(size=(2, 3)), [rng.normal(size=(2, 3)) * 0.01 for _ in range(30)]
     p = torch.nn.Parameter(torch.tensor(start))
-    optimizer = apex.CentredRMSProp([p], 0.1, 0.9, 1e-4)
+    optimizer = apex.CentredRMSProp([p], 0.9, 1e-4)
     for d in gradients:
         p.grad = torch.tensor(d)
-        optimizer.step()
+        optimizer.step(0.1)
     expected = slow_rmsprop(start, gradients, 0.1, 0.9, 1e-4)
     np.testing.assert_allclose(p.detach(), expected, rtol=1e-9)
     # where the gradient does not change, rounding leaves g - m² below zero, by far more than ε
     p = torch.nn.Parameter(torch.zeros(1000))
-    optimizer = apex.CentredRMSProp([p], 1e-3, 0.95, 1.5e-7)
+    optimizer = apex.CentredRMSProp([p], 0.95, 1.5e-7)
     p.grad = torch.linspace(1e3, 1e4, 1000)
     for _ in range(500):
-        optimizer.step()
+        optimizer.step(1e-3)
     assert p.isfinite().all()
 
 
@@ -473,8 +473,8 @@ def test_update_against_its_formula(scale, clipped):
     loss.backward()
     norm = sum(float(p.grad.square().sum()) for p in params.values()) ** 0.5
     max_norm = norm / 3 if clipped else norm * 3
-    optimizer = apex.CentredRMSProp(model.parameters(), 0.01, 0.95, 1e-3)
-    found, losses = apex.update(model, target_model, optimizer, batch, SIGMA, max_norm)
+    optimizer = apex.CentredRMSProp(model.parameters(), 0.95, 1e-3)
+    found, losses = apex.update(model, target_model, optimizer, 0.01, batch, SIGMA, max_norm)
     np.testing.assert_allclose(found, errors, rtol=1e-3, atol=1e-4)
     assert float(losses["grad_norm"]) == pytest.approx(norm, rel=1e-3)
     for name, p in model.named_parameters():
@@ -488,8 +488,8 @@ def test_an_error_that_is_not_finite_changes_nothing():
     before = copy.deepcopy(model.state_dict())
     batch.returns[2] = math.inf
     with pytest.raises(RuntimeError):
-        optimizer = apex.CentredRMSProp(model.parameters(), 0.01, 0.95, 1e-3)
-        apex.update(model, model, optimizer, batch, 1.0, 40.0)
+        optimizer = apex.CentredRMSProp(model.parameters(), 0.95, 1e-3)
+        apex.update(model, model, optimizer, 0.01, batch, 1.0, 40.0)
     assert same(model.state_dict(), before)
 
 
@@ -501,17 +501,17 @@ class Watch:
         monkeypatch.setattr(apex, "Actors", self.begin)
         do_update, set_priorities, trim = apex.update, apex.Replay.set_priorities, apex.Replay.trim
 
-        def update(model, target_model, optimizer, batch, sigma, norm):
+        def update(model, target_model, optimizer, lr, batch, sigma, norm):
             assert sigma == SIGMA
             left = max(0, 1 - (self.first_step + self.n) / self.args.total_steps)
-            lr = self.args.learning_rate * (left if self.args.anneal_lr else 1)
-            assert optimizer.param_groups[0]["lr"] == pytest.approx(lr)
+            left = left if self.args.anneal_lr else 1
+            assert lr == pytest.approx(self.args.learning_rate * left)
             self.events.append("update")
             assert len(self.models) < 1000, "it goes on without new transitions"
             self.models.append(copy.deepcopy(dict(model.named_parameters())))
             self.targets.append(copy.deepcopy(dict(target_model.named_parameters())))
             self.batch = batch
-            self.errors, losses = do_update(model, target_model, optimizer, batch, sigma, norm)
+            self.errors, losses = do_update(model, target_model, optimizer, lr, batch, sigma, norm)
             return self.errors, losses
 
         def set_them(replay, indices, priorities):

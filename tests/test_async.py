@@ -227,9 +227,8 @@ def vector(tensors):
 
 def vectors(made, optimizer):
     """θ, the optimiser's statistics and θ⁻ now."""
-    statistics = [x for p in made.model.parameters() for x in optimizer.state[p].values()]
     targets = made.target_model.parameters()
-    return [vector(x) for x in (made.model.parameters(), statistics, targets)]
+    return [vector(x) for x in (made.model.parameters(), optimizer.buffers(), targets)]
 
 
 def play(trainer, monkeypatch, until=24, start=0, jumps=None, nudges=(), n_processes=1, **flags):
