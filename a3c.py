@@ -394,7 +394,7 @@ def actor_learner(
                 next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
                 rewards.append(reward[0])
                 done = terminated | truncated
-                reward_scale.see(reward, done)
+                reward_scale.see(reward, terminated)
                 obs = to_sequence(next_obs)
                 counts[index] += 1  # T ← T + 1
                 T = int(counts.sum())

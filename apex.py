@@ -525,7 +525,7 @@ def actor(index: int, args: Args, first_step: int, fetch: Callable) -> Iterator[
                 reward_scale(reward) if reward_scale.how == "clip" else reward,
                 terminated,
             )
-            reward_scale.see(reward, terminated | truncated)
+            reward_scale.see(reward, terminated)
             for buffer, row in zip(buffers, map(Row, *columns), strict=True):
                 buffer.rows.append(row)  # LocalBuffer.Add((s, a, r, γ))
             n_earlier += 1

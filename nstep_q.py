@@ -283,7 +283,7 @@ def actor_learner(
                 actions.append(action)
                 next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
                 rewards.append(float(reward[0]))
-                reward_scale.see(reward, terminated | truncated)
+                reward_scale.see(reward, terminated)
                 obs = torch.from_numpy(next_obs)
                 done = bool(terminated[0] or truncated[0])
                 counts[index] += 1  # T ← T + 1

@@ -345,7 +345,7 @@ def train(
                 obs = to_device(next_obs, device)
                 rewards[t] = reward
                 dones[t] = terminated | truncated
-                reward_scale.see(reward, dones[t])
+                reward_scale.see(reward, terminated)
                 timed_out = truncated & ~terminated
                 if timed_out.any():  # a time limit ends the episode but not the return
                     with torch.no_grad():

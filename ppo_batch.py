@@ -438,7 +438,7 @@ def train(
                 obs = to_device(next_obs, device)  # after an episode's end the first of the next
                 rewards[t] = reward
                 dones[t] = terminated | truncated
-                reward_scale.see(reward, dones[t])
+                reward_scale.see(reward, terminated)
                 timed_out = truncated & ~terminated
                 if args.bootstrap_limits and timed_out.any():
                     with torch.no_grad():

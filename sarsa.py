@@ -296,7 +296,7 @@ def actor_learner(
                     next_q_values.append(target_model(last_obs)[0, action])
                 rewards.append(float(reward[0]))
                 ends.append(bool(terminated[0]))
-                reward_scale.see(reward, terminated | truncated)
+                reward_scale.see(reward, terminated)
                 t += 1
                 counts[index] += 1  # T ← T + 1
                 T = int(counts.sum())

@@ -71,9 +71,10 @@ class RewardScale(nn.Module):
     """Rewards to learn from, as --rewards says: r clipped to ±1, r / σ clipped to ±10·size, or r.
 
     σ = √(mean of G_t²) / size, over all steps t since the start of training. G_t = Σ_k γ^k r_{t+k}
-    is the return from step t to the end of its episode, or to now. Gymnasium's
-    NormalizeReward takes the return up to step t. Where the last step alone is rewarded, that is 0
-    at all steps before it, and σ too small.
+    is the return from step t to a termination, or to now. A time limit does not cut it, as it does
+    not cut what is learned: the next episode's rewards stand for those that would have followed.
+    Gymnasium's NormalizeReward takes the return up to step t. Where the last step alone is
+    rewarded, that is 0 at all steps before it, and σ too small.
 
     Args:
         args: a trainer's, of which `rewards`, `env_id` and `gamma` count.
@@ -88,13 +89,13 @@ class RewardScale(nn.Module):
             self.how = "clip" if is_atari(find_spec(args.env_id)) else "scale"
         self.limit = {"clip": 1.0, "scale": 10 * size, "raw": math.inf}[self.how]
         self.gamma, self.size = args.gamma, size
-        # of each environment, over the steps t of its episode
+        # of each environment, over the steps t since it terminated last
         self.sum_G: Any = 0.0  # Σ_t γ^(T-t) G_t
         self.sum_gamma: Any = 0.0  # Σ_t γ^2(T-t)
         self.seen = np.zeros(2)  # Σ1 and ΣG² since the last update
         self.register_buffer("sums", torch.zeros(2, dtype=torch.float64))  # of all steps
 
-    def see(self, rewards: np.ndarray, dones: np.ndarray) -> None:
+    def see(self, rewards: np.ndarray, terminated: np.ndarray) -> None:
         """Take note of step T of all environments, (n_envs,) each.
 
         Each G_t grows by γ^(T-t) r, and so Σ_t G_t² by r (2 Σ_t γ^(T-t) G_t + r Σ_t γ^2(T-t)).
@@ -102,8 +103,8 @@ class RewardScale(nn.Module):
         self.sum_G = self.gamma * self.sum_G
         self.sum_gamma = self.gamma**2 * self.sum_gamma + 1
         self.seen += rewards.size, (rewards * (2 * self.sum_G + rewards * self.sum_gamma)).sum()
-        self.sum_G = (self.sum_G + rewards * self.sum_gamma) * ~dones
-        self.sum_gamma = self.sum_gamma * ~dones
+        self.sum_G = (self.sum_G + rewards * self.sum_gamma) * ~terminated
+        self.sum_gamma = self.sum_gamma * ~terminated
 
     def update(self) -> np.ndarray:
         """Add what has been seen, under torchrun by all ranks, and return what was added, (2,)."""

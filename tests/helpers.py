@@ -139,9 +139,9 @@ def run_script(argv, folder, environ, ready):
     exec(compile(path.read_text(), path, "exec"), vars(main))
 
 
-def returns_of(rewards, ends, gamma):
-    """Σ_k γ^k r_{t+k} of every step t, up to an end or the last reward."""
+def returns_of(rewards, kinds, gamma):
+    """Σ_k γ^k r_{t+k} of every step t, up to a termination or the last reward."""
     G, found = 0.0, []
-    for reward, end in zip(reversed(rewards), reversed(ends), strict=True):
-        found.append(G := reward + (0.0 if end else gamma * G))
+    for reward, kind in zip(reversed(rewards), reversed(kinds), strict=True):
+        found.append(G := reward + (0.0 if kind in ("terminated", "both") else gamma * G))
     return np.array(found[::-1])

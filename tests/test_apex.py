@@ -332,7 +332,9 @@ def test_actor_against_whole_episodes(image, epsilon):
     n, squares = sum(chunk.reward_sums for chunks in sent.values() for chunk, _ in chunks)
     G = []
     for walk in Walk.walks:
-        steps = [(r, t == len(x.rewards)) for x in walk for t, r in enumerate(x.rewards, 1)]
+        steps = [
+            (r, x.kind * (t == len(x.rewards))) for x in walk for t, r in enumerate(x.rewards, 1)
+        ]
         steps = steps[: int(n) // 2]
         G.extend(returns_of(*zip(*steps, strict=True), args.gamma))
     assert n > 2 * n_steps - 20 and squares == pytest.approx(np.square(G).sum(), rel=1e-4)

@@ -20,8 +20,8 @@ def reward_scale(gamma, rewards="scale", env_id="", size=1.0):
 def test_reward_scale_by_hand():
     """G is 1 + 2/2, 2 and, in a new episode, 4; in the other environment -1 - 1/2, -2 - 1, -2."""
     scale = reward_scale(0.5)
-    for rewards, dones in (([1, 0], [0, 0]), ([2, -2], [1, 0]), ([4, -2], [0, 0])):
-        scale.see(np.array(rewards, float), np.array(dones, bool))
+    for rewards, terminated in (([1, 0], [0, 0]), ([2, -2], [1, 0]), ([4, -2], [0, 0])):
+        scale.see(np.array(rewards, float), np.array(terminated, bool))
     assert scale.sigma == 1  # until they are added
     assert scale.update().tolist() == [6, 4 + 4 + 16 + 2.25 + 9 + 4]
     sigma = math.sqrt(39.25 / 6)
