@@ -7,7 +7,7 @@ up to t_max steps or to the end of the episode, and then applies its gradient to
     R_i = r_i + γ R_{i+1},    R = 0 after a termination, else V(s_t; θ′)
     L = Σ_i [ -log π(a_i|s_i; θ′) (R_i - v_i) - β H(π(s_i; θ′)) + 0.25 (R_i - V(s_i; θ′))² ]
     d = ∇L with R_i and v_i = V(s_i; θ′) held constant, scaled to a norm of at most 40
-    g ← 0.99 g + 0.01 d²,    θ ← θ - α d / √(g + ε),    α = 0.0007 (1 - T / T_max)     (eq. S2, S3)
+    g ← 0.99 g + 0.01 d²,    θ ← θ - η d / √(g + ε),    η = 0.0007 (1 - T / T_max)     (eq. S2, S3)
 
 RMSProp's g is shared as well.
 
@@ -22,13 +22,13 @@ RMSProp's g is shared as well.
 Where the sources differ or are silent:
 - The network is the small one of the supplement (sec. 8). The main text has the larger one of Mnih
   et al. 2015 for its 57 games (`--arch nature`).
-- t_max = 5 is the supplement's; the author told others 20. α = 0.0007, ε = 0.1 and the clipping
+- t_max = 5 is the supplement's; the author told others 20. η = 0.0007, ε = 0.1 and the clipping
   threshold of 40 are not in the paper: reproductions cite the author's e-mail. g starts from 0.
 - The squared value error has the coefficient 0.25, where the formulas have 1: reproductions halve
   the square, and the author halved the critic's learning rate.
 - The loss has the entropy of sec. 4, which Algorithm S3 leaves out. Gradients are summed
   over the rollout, not averaged.
-- α falls to zero over T_max by the global step.
+- η falls to zero over T_max by the global step.
 - A Gaussian's entropy is the one that sec. 9 prints, of one dimension.
 - On Atari, rewards are clipped to [-1, 1]; public reproductions differ.
 
@@ -77,8 +77,8 @@ PRESETS = {
     "atari": {},
     # Atari on few cores, ours.
     "short": {"total_steps": 8_000_000, "orthogonal_init": True, "t_max": 20, "rms_eps": 1e-5},
-    # Vectors, ours. With a small ε each weight's step comes to about α, whatever the size of
-    # gradients. β is zero in the second half, where the falling α sharpens the policy.
+    # Vectors, ours. With a small ε each weight's step comes to about η, whatever the size of
+    # gradients. β is zero in the second half, where the falling η sharpens the policy.
     "vector": {
         "total_steps": 1_000_000,
         "t_max": 20,
@@ -128,7 +128,7 @@ class Args(RunArgs):
     optimizer: Literal["shared-rmsprop", "rmsprop", "momentum-sgd"] = "shared-rmsprop"
     """the three optimisers of sec. 4; the statistics of the last two belong to each process"""
     learning_rate: float = 7e-4
-    """initial α"""
+    """initial η"""
     gamma: float = 0.99
     """γ, discount per step"""
     entropy_coef: float = 0.01
@@ -304,9 +304,11 @@ def linear_decay(initial: float, step: int, total_steps: int) -> float:
 class RMSProp(nn.Module):
     """g ← decay g + (1 - decay) d²; θ ← θ - lr d / √(g + eps).
 
-    torch.optim.RMSprop has eps outside the root, and needs 1.4 s to start. A Module saves its
-    buffers. `initial_square` is g at the start: 1 in TensorFlow and PAAC, 0 in A3C.
+    torch.optim.RMSprop has eps outside the root, and with torch.optim a run starts a second later.
+    `initial_square` is g at the start: 1 in TensorFlow and PAAC, 0 in A3C.
     """
+
+    zero_grad = None  # nn.Module's would do nothing here: use the network's
 
     def __init__(self, params: Any, decay: float, eps: float, initial_square: float) -> None:
         super().__init__()
@@ -322,7 +324,9 @@ class RMSProp(nn.Module):
 
 
 class MomentumSGD(nn.Module):
-    """m ← decay m + (1 - decay) d; θ ← θ - lr m (sec. 4)."""
+    """m ← decay m + (1 - decay) d; θ ← θ - lr m (supplement, Optimization Details)."""
+
+    zero_grad = None
 
     def __init__(self, params: Any, decay: float) -> None:
         super().__init__()

@@ -304,9 +304,11 @@ def linear_decay(initial: float, step: int, total_steps: int) -> float:
 class CentredRMSProp(nn.Module):
     """g ← decay g + (1 - decay) d²; m ← decay m + (1 - decay) d; θ ← θ - lr d / √(g - m² + eps).
 
-    torch.optim.RMSprop has eps outside the root, and needs 1.4 s to start. A Module saves its
-    buffers. g - m² is a variance, which rounding may leave below zero.
+    torch.optim.RMSprop has eps outside the root, and with torch.optim a run starts a second later.
+    g - m² is a variance, which rounding may leave below zero.
     """
+
+    zero_grad = None  # nn.Module's would do nothing here: use the network's
 
     def __init__(self, params: Any, decay: float, eps: float) -> None:
         super().__init__()

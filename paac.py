@@ -285,9 +285,11 @@ def linear_decay(initial: float, step: int, total_steps: int) -> float:
 class RMSProp(nn.Module):
     """g ← decay g + (1 - decay) d²; θ ← θ - lr d / √(g + eps).
 
-    torch.optim.RMSprop has eps outside the root, and needs 1.4 s to start. A Module saves its
-    buffers. `initial_square` is g at the start: 1 in TensorFlow and PAAC, 0 in A3C.
+    torch.optim.RMSprop has eps outside the root, and with torch.optim a run starts a second later.
+    `initial_square` is g at the start: 1 in TensorFlow and PAAC, 0 in A3C.
     """
+
+    zero_grad = None  # nn.Module's would do nothing here: use the network's
 
     def __init__(self, params: Any, decay: float, eps: float, initial_square: float) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ One-step Q-learning has another target; here a' is the action that the process t
     y = r + γ Q(s', a'; θ⁻),    y = r after a termination
     L = Σ (y - Q(s, a; θ))²    over I_AsyncUpdate = 5 steps of the process
     d = ∇L, scaled to a norm of at most 40
-    g ← 0.99 g + 0.01 d²,    θ ← θ - α d / √(g + ε),    α = 0.0007 (1 - T / T_max)     (eq. S2, S3)
+    g ← 0.99 g + 0.01 d²,    θ ← θ - η d / √(g + ε),    η = 0.0007 (1 - T / T_max)     (eq. S2, S3)
     θ⁻ ← θ    whenever T passes a multiple of I_target
 
 RMSProp's g is shared as well.
@@ -25,7 +25,7 @@ Where the sources differ or are silent:
 - The network is the small one of the supplement (sec. 8); `--arch nature` is that of Mnih et al.
   2015. On Atari, rewards are clipped to [-1, 1]; public reproductions differ.
 - The error is squared as it is, without Huber loss or clipping, and summed over the steps.
-- α = 0.0007, ε = 0.1 inside RMSProp's root and the clipping threshold of 40 are not in the paper.
+- η = 0.0007, ε = 0.1 inside RMSProp's root and the clipping threshold of 40 are not in the paper.
   They are A3C's, as reproductions report them from its author. g starts from 0, with `--preset
   short` from 1.
 - The count of 5 steps runs on where an episode ends, as in Algorithm 1.
@@ -39,8 +39,9 @@ Departures:
   drawn but never taken.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
 - One process a core, where the paper has 16.
-- The paper has no vectors: the MLP, the normalisation of observations and of rewards (to returns
-  of size 10, see common/norm.py), `--orthogonal-init` and all presets but `atari` are ours.
+- The paper has no Sarsa on vectors: the MLP, the normalisation of observations and of rewards
+  (to returns of size 10, see common/norm.py), `--orthogonal-init` and all presets but `atari` are
+  ours.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class Args(RunArgs):
     eval_epsilon: float = 0.05
     """ε during evaluation"""
     learning_rate: float = 7e-4
-    """initial α"""
+    """initial η"""
     gamma: float = 0.99
     """γ, discount per step"""
     max_grad_norm: float = 40.0
@@ -220,9 +221,11 @@ def linear_decay(initial: float, step: int, total_steps: int) -> float:
 class RMSProp(nn.Module):
     """g ← decay g + (1 - decay) d²; θ ← θ - lr d / √(g + eps).
 
-    torch.optim.RMSprop has eps outside the root, and needs 1.4 s to start. A Module saves its
-    buffers. `initial_square` is g at the start: 1 in TensorFlow and PAAC, 0 in A3C.
+    torch.optim.RMSprop has eps outside the root, and with torch.optim a run starts a second later.
+    `initial_square` is g at the start: 1 in TensorFlow and PAAC, 0 in A3C.
     """
+
+    zero_grad = None  # nn.Module's would do nothing here: use the network's
 
     def __init__(self, params: Any, decay: float, eps: float, initial_square: float) -> None:
         super().__init__()
@@ -356,7 +359,7 @@ def train(
     counts[0] = run.step
     target_step = torch.tensor([run.step])
     ending = torch.tensor([False])
-    # All of it moves into shared memory when the first process gets it.
+    # All their tensors move into shared memory when the first process gets them.
     shared = model, target_model, optimizer, reward_scale, counts, target_step, ending
     processes, connections, losses = [], [], {}
     try:

@@ -41,7 +41,7 @@ class RunArgs:
     """learn from rewards clipped to [-1, 1], divided by the size of returns (common/norm.py), or as
     they are; auto: clip on Atari, else scale"""
     run_dir: str | None = None
-    """a new folder; None: runs/<env-id>__<script>__<seed>__<time>"""
+    """a new folder; None: runs/<env-id>__<script>__<seed>__<time>-<process>"""
     checkpoint_interval: int = 250_000
     """agent steps between checkpoints"""
     resume: str | None = None
@@ -100,7 +100,8 @@ def parse_args(
         }
         args = tyro.cli(type(default), args=argv, default=dataclasses.replace(default, **past))
     elif args.run_dir is None:
-        name = f"{args.env_id}__{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        started = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        name = f"{args.env_id}__{script}__{args.seed}__{started}"
         args.run_dir = f"runs/{name.replace('/', '-').replace(':', '-')}"
     elif (Path(args.run_dir) / "checkpoint.pt").exists():
         usage_error(
@@ -120,6 +121,9 @@ def parse_args(
         default = dataclasses.replace(default, **presets[preset])
         args = tyro.cli(type(default), args=argv, default=default)
         args.preset = preset
+    for name, value in vars(args).items():
+        if isinstance(value, int | float) and value < 0:
+            usage_error(f"--{name.replace('_', '-')} {value} is below zero")
     args.run_dir = run_dir
     return args, observations, actions
 

@@ -225,7 +225,8 @@ def find_spec(env_id: str) -> EnvSpec:
         close = difflib.get_close_matches(
             name.replace("Deterministic", "NoFrameskip"), gym.registry, cutoff=0.5
         )
-        raise ValueError(f"there is no environment {name}; similar names: {', '.join(close)}")
+        similar = f"similar names: {', '.join(close)}"
+        raise ValueError(f"there is no {name} (one of your own is module:{name}); {similar}")
     return gym.spec(name)
 
 

@@ -178,6 +178,7 @@ def test_flags(flags, field, value, tmp_path):
         ("nstep_q", ["--evaluate", "no_such_run"], "no_such_run"),
         ("paac", ["--env-id", "CartPole-v1", "--run-dir", "b_run"], "--resume b_run"),
         ("paac", ["--env-id", "CartPole-v1", "--preset", "short"], "images"),
+        ("paac", ["--env-id", "CartPole-v1", "--n-workers", "-1"], "--n-workers -1"),
         ("apex", ["--env-id", "CartPole-v1", "--resume", "a_run"], "checkpoint"),
         ("paac", ["--resume", "a_run", "--run-dir", "another"], "--run-dir"),
         ("paac", ["--resume", "a_run", "--preset", "short"], "--preset"),
