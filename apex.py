@@ -715,6 +715,8 @@ def pick_capacity(args: Args, space: spaces.Box) -> int:
     least = n_envs * (args.chunk_size + args.n_step + STACK)
     if capacity < least:
         usage_error(f"a capacity of {capacity:,}: {least:,} are needed with these flags")
+    if capacity < args.capacity:
+        print(f"there is memory for {capacity:,} transitions, not for {args.capacity:,}")
     return capacity
 
 

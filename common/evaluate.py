@@ -91,12 +91,13 @@ def record(args: Any, policy: Policy) -> None:
 def render(env: Any, policy: Policy, seed: int, every: int) -> Iterator[Image.Image]:
     """The picture of each `every`-th step of one episode."""
     obs, _ = env.reset(seed=seed)
+    dtype = env.observation_space.dtype  # which the environment may not keep to
     for step in range(every * MAX_FRAMES):
         if step % every == 0:
             frame = Image.fromarray(env.render())
             frame.thumbnail((GIF_SIZE, GIF_SIZE))
             yield frame
-        (action,) = env_actions(policy(np.asarray(obs)[None]), env.action_space)
+        (action,) = env_actions(policy(np.asarray(obs, dtype)[None]), env.action_space)
         obs, _, terminated, truncated, _ = env.step(action)
         if terminated or truncated:
             break

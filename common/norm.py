@@ -39,8 +39,13 @@ class RunningNorm(nn.Module):
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
-        """Add the vectors x, (..., size), of all ranks under torchrun."""
+        """Add the vectors x, (..., size), of all ranks under torchrun.
+
+        Raises: FloatingPointError: one is not finite; nothing is added.
+        """
         x = of_all_ranks(x).flatten(0, -2).double()
+        if not x.isfinite().all():
+            raise FloatingPointError("an observation is not finite")
         if not self.sums[0, 0]:
             self.first.copy_(x[0])
         x = x - self.first

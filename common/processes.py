@@ -46,7 +46,8 @@ def free_memory() -> int:
     free = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):  # not Linux, or no limit: "max"
         limit, used = (np.loadtxt(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-        free = min(free, limit - used)
+        stat = dict(np.loadtxt("/sys/fs/cgroup/memory.stat", str))
+        free = min(free, limit - used + float(stat["inactive_file"]))  # files' cache, reclaimable
     return free
 
 

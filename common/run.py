@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from common.vec_env import env_spaces
 
 LOG_SECONDS = 2  # between two points of the curves
 PRINT_SECONDS = 30  # between two lines, where there is no terminal for a progress bar
+SAVE_SECONDS = 600  # between two checkpoints at most, where steps are slow
 
 
 @dataclasses.dataclass
@@ -43,7 +45,7 @@ class RunArgs:
     run_dir: str | None = None
     """a new folder; None: runs/<env-id>__<script>__<seed>__<time>-<process>"""
     checkpoint_interval: int = 250_000
-    """agent steps between checkpoints"""
+    """agent steps between checkpoints; there is one every ten minutes at least"""
     resume: str | None = None
     """run directory to go on from; flags given beside it override the run's own"""
     evaluate: str | None = None
@@ -113,6 +115,10 @@ def parse_args(
     try:
         observations, actions = env_spaces(args.env_id, args.env_kwargs)
     except (gym.error.Error, ImportError, TypeError, ValueError) as error:
+        frames = traceback.walk_tb((error.__cause__ or error).__traceback__)
+        modules = {frame.f_globals["__name__"].split(".")[0] for frame, _ in frames}
+        if modules - {"common", "gymnasium", "importlib", "json"}:
+            raise  # a mistake in the environment: its traceback says where
         usage_error(f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}: {error}")
     if not folder:
         if args.preset == "short" and len(observations.shape) != 3:
@@ -152,7 +158,7 @@ def pick_bfloat16(choice: str, device: torch.device) -> bool:
 def load_checkpoint(script: str, folder: str, **parts: Any) -> dict[str, Any]:
     """Load the states of the parts from a run directory, and return the whole checkpoint.
 
-    Code that a checkpoint may hold is not run. An optimizer keeps the constants of the flags.
+    Code that a checkpoint may hold is not run.
     """
     path = Path(folder) / "checkpoint.pt"
     if not path.exists():
@@ -162,10 +168,7 @@ def load_checkpoint(script: str, folder: str, **parts: Any) -> dict[str, Any]:
         usage_error(f"{path} was written by {checkpoint['script']}.py, not by {script}.py")
     for name, part in parts.items():
         try:
-            state = checkpoint[name]
-            if isinstance(part, torch.optim.Optimizer):
-                state = state | {"param_groups": part.state_dict()["param_groups"]}
-            part.load_state_dict(state)
+            part.load_state_dict(checkpoint[name])
         except (KeyError, RuntimeError, ValueError) as error:
             usage_error(f"{path}: its {name} does not fit these flags: {error}")
     return checkpoint
@@ -197,7 +200,7 @@ class Run:
                 done = f"{args.run_dir} has {self.step:,} steps"
                 usage_error(f"{done}: --resume needs more --total-steps, --evaluate plays episodes")
         self.first_time = 0.0  # of the first step, which speeds count from
-        self.saved_step = self.step
+        self.saved_step, self.saved_at = self.step, time.monotonic()
         self._open(args)
 
     def _open(self, args: Any) -> None:
@@ -232,6 +235,8 @@ class Run:
     def _stop(self, number: int) -> None:
         if time.monotonic() - self.stopped_at > 1:  # `timeout` sends each signal twice
             sys.exit(128 + number)
+        if not self.signal:  # print() may be at work already
+            os.write(2, b"stopping after this update; another signal ends without saving\n")
         self.signal, self.stopped_at = number, time.monotonic()
 
     def log_episode(self, episode_return: float, length: int) -> None:
@@ -255,7 +260,8 @@ class Run:
         self.step = step
         if self.first_time and self.time - self.logged > LOG_SECONDS:
             self._log(**losses)
-        if step - self.saved_step >= self.args.checkpoint_interval:
+        late = self.time - self.saved_at > SAVE_SECONDS
+        if step - self.saved_step >= self.args.checkpoint_interval or late:
             self.save()
 
     def _log(self, **losses: Any) -> None:
@@ -294,7 +300,7 @@ class Run:
         }
         torch.save(state, self.dir / "checkpoint.tmp")
         os.replace(self.dir / "checkpoint.tmp", self.dir / "checkpoint.pt")
-        self.saved_step = self.step
+        self.saved_step, self.saved_at = self.step, time.monotonic()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         try:

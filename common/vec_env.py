@@ -307,4 +307,4 @@ def env_actions(actions: np.ndarray, space: gym.Space) -> np.ndarray:
     with np.errstate(invalid="ignore"):
         stretched = low + (actions.clip(-1, 1) + 1) / 2 * (high - low)
     actions = np.where(np.isfinite(high - low), stretched, actions).clip(low, high)
-    return actions.astype(space.dtype)
+    return (actions.round() if space.dtype.kind in "iu" else actions).astype(space.dtype)

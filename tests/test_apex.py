@@ -625,14 +625,15 @@ def test_actors_in_processes():
 def test_capacity_is_what_fits(monkeypatch):
     """No more than 0.8 of what is free, and no fewer than rings of full chunks need."""
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1e11))
-    files = {"memory.max": 2_100_000_000, "memory.current": 50_000_000}  # of the cgroup
-    monkeypatch.setattr("numpy.loadtxt", lambda path: files[path.split("/")[-1]])
+    files = {"memory.max": 2_100_000_000, "memory.current": 70_000_000}  # of the cgroup
+    files["memory.stat"] = [["anon", "50000000"], ["inactive_file", "20000000"]]
+    monkeypatch.setattr("numpy.loadtxt", lambda path, dtype=float: files[path.split("/")[-1]])
     args = make_args(n_actors=2, envs_per_actor=2, capacity=10**9)
     args.capacity = apex.pick_capacity(args, VECTOR) // 100
     assert apex.pick_capacity(args, VECTOR) == args.capacity
     memory = apex.Replay(VECTOR, args, torch.device("cpu"), 0)
     arrays = memory.frames.numpy(), memory.n_earlier, memory.transitions, memory.tree.nodes
     assert 0.5 < 100 * sum(x.nbytes for x in arrays) / 2_050_000_000 < 0.8
-    files["memory.max"] = files["memory.current"] + 1000
+    files["memory.max"] = 50_001_000
     with pytest.raises(SystemExit, match="2"):
         apex.pick_capacity(args, VECTOR)

@@ -197,6 +197,12 @@ def test_mistake_gets_one_line(name, flags, named, tmp_path, monkeypatch, capfd)
     assert len(list(tmp_path.rglob("*"))) == 4
 
 
+def test_a_mistake_in_an_environment_keeps_its_traceback():
+    flags = "--env-id", "tests.envs:Walk-v0", "--env-kwargs", '{"observations": []}'
+    with pytest.raises(TypeError, match="unhashable"):
+        run("paac", *flags)
+
+
 def test_environment_that_changes_the_working_directory(tmp_path, monkeypatch):
     """Everything of the run stays in --run-dir, and relative paths are those of the user."""
     elsewhere = tmp_path / "elsewhere"
