@@ -101,10 +101,8 @@ class StubRun:
 
     def log_update(self, step: int, **losses: Any) -> None:
         losses = {key: torch.as_tensor(x).double().mean().item() for key, x in losses.items()}
-        if isinstance(self.optimizer, paac.RMSProp):
-            states = [{"square": x} for x in self.optimizer.buffers()]
-        else:
-            states = list(self.optimizer.state.values())
+        moments = getattr(self.optimizer, "state", {}).values()  # Adam's
+        states = list(moments) or [{"square": x} for x in self.optimizer.buffers()]
         optimizer = {key: torch.cat([x[key].flatten() for x in states]) for key in states[0]}
         now = losses | {"step": step}, self.model.state_dict(), optimizer
         self.history.append(copy.deepcopy(now))
