@@ -97,7 +97,7 @@ PRESETS = {
         "learning_rate": 2e-3,
         "entropy_coef": 1e-4,
         "value_coef": 1.0,
-        "rms_eps": 1e-5,
+        "rms_eps": 3e-6,
     },
 }
 
