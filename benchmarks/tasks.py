@@ -7,6 +7,7 @@
 | CatchCells-v0 | 1 | -0.4 | a falling ball is to be caught |
 | Corridor-v0 | 1 | 0.4 | ten cells in a row, a reward in the last one, 50 steps at most |
 | Memory-v0 | 1 | 0 | a sign shown once is to be named eight steps later |
+| Fork-v0 | 1.2 | 1.4 | 1 now and 0.3 a step, or 0.6 a step; a time limit of three steps |
 | CartPole0.01-v1, CartPole100-v1 | 5, 50,000 | 0.2, 2,200 | CartPole-v1 with other rewards |
 """
 
@@ -87,6 +88,27 @@ class Memory(gym.Env):
         return np.array([0, self.t == 7], np.float32), reward, ended, False, {}
 
 
+class Fork(gym.Env):
+    """The first action chooses: 0 earns 1 now and 0.3 a step for ever, 1 nothing now and then 0.6.
+
+    It never ends. A time limit of three steps cuts it, after which 0 has earned more, 1.6 to 1.2.
+    """
+
+    observation_space = spaces.Discrete(3)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[int, dict]:
+        super().reset(seed=seed)
+        self.branch = 0
+        return self.branch, {}
+
+    def step(self, action: int) -> Step:
+        if self.branch:
+            return self.branch, 0.3 * self.branch, False, False, {}
+        self.branch = 1 + int(action)
+        return self.branch, 1.0 - int(action), False, False, {}
+
+
 def cart_pole(factor: float, render_mode: str | None = None) -> gym.Env:
     env = gym.make("CartPole-v1", render_mode=render_mode)
     return gym.wrappers.TransformReward(env, lambda reward: factor * reward)
@@ -95,5 +117,6 @@ def cart_pole(factor: float, render_mode: str | None = None) -> gym.Env:
 gym.register("CatchCells-v0", Catch)
 gym.register("Corridor-v0", Corridor, max_episode_steps=50)
 gym.register("Memory-v0", Memory)
+gym.register("Fork-v0", Fork, max_episode_steps=3)
 gym.register("CartPole0.01-v1", cart_pole, kwargs={"factor": 0.01})
 gym.register("CartPole100-v1", cart_pole, kwargs={"factor": 100})
