@@ -326,7 +326,7 @@ class RMSProp(nn.Module):
 class MomentumSGD(nn.Module):
     """m ← decay m + (1 - decay) d; θ ← θ - lr m (supplement, Optimization Details)."""
 
-    zero_grad = None
+    zero_grad = None  # as in RMSProp
 
     def __init__(self, params: Any, decay: float) -> None:
         super().__init__()
@@ -474,7 +474,7 @@ def train(
             ours, theirs = mp.Pipe(duplex=False)
             connections.append(ours)
             name = f"actor-learner {i}"
-            # all of it moves into shared memory when a process gets it
+            # their tensors move into shared memory when a process gets them
             shared = model, optimizers[i % len(optimizers)], reward_scale, counts, ending
             processes.append(start(name, actor_learner, i, args, run.step, *shared, theirs))
             theirs.close()

@@ -89,7 +89,7 @@ PRESETS = {
         "rms_eps": 1e-5,
     },
     # Box actions, ours but for the weight of the entropy (Mnih et al. 2016, sec. 9). Found on
-    # Pendulum, Reacher and Walker2d.
+    # Pendulum, Reacher and Walker2d, ε on Pendulum and Hopper.
     "continuous": {
         "total_steps": 1_000_000,
         "n_envs": 4,

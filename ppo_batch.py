@@ -471,7 +471,7 @@ def train(
                 clip_coef = linear_decay(clip_coef, step, args.total_steps)
             if args.anneal_entropy:
                 entropy_coef = linear_decay(entropy_coef, step, args.total_steps)
-            optimizer.param_groups[0]["lr"] = lr
+            optimizer.param_groups[0].update(lr=lr, eps=args.adam_eps)
             step += args.n_envs * t_max
             data = actions, log_probs, advantages, returns
             batch = [observations, *(x.flatten(0, 1) for x in data)]

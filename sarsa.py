@@ -3,7 +3,7 @@
 Hogwild: every process acts ε-greedily in its own environment, by the shared parameters θ as they
 are at that moment; it has no snapshot. After every 5 steps, and where an episode ends, it takes the
 gradient of these steps' squared errors at the current θ and applies it to θ without a lock.
-One-step Q-learning has another target; here a' is the action that the process takes next:
+Only the target differs from async_q.py: a' is the action that the process takes next.
 
     y = r + γ Q(s', a'; θ⁻),    y = r after a termination
     L = Σ (y - Q(s, a; θ))²    over I_AsyncUpdate = 5 steps of the process
@@ -39,9 +39,8 @@ Departures:
   drawn but never taken.
 - Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do.
 - One process a core, where the paper has 16.
-- The paper has no Sarsa on vectors: the MLP, the normalisation of observations and of rewards
-  (to returns of size 10, see common/norm.py), `--orthogonal-init` and all presets but `atari` are
-  ours.
+- The MLP, the normalisation of observations and of rewards (to returns of size 10, see
+  common/norm.py), `--orthogonal-init` and all presets but `atari` are ours.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ PRESETS = {
         "learning_rate": 2e-3,
         "rms_eps": 1e-3,
         "eval_epsilon": 0.0,
-        # with (0.1, 0.01, 0.5), both of two processes may draw 0.5
+        # with (0.1, 0.01, 0.5), both of two processes may draw 0.5 and not learn
         "epsilon_finals": (0.2,),
         "epsilon_probs": (1.0,),
     },
@@ -353,13 +352,13 @@ def train(
 ) -> None:
     """The parent: starts the actor-learners and follows them to the end; it trains nothing.
 
-    Without locks, a checkpoint may hold half of an update, as may what a process acts on.
+    Without locks, a checkpoint may hold half of an update; so may the θ that a process acts on.
     """
     counts = torch.zeros(args.n_processes, dtype=torch.int64)
     counts[0] = run.step
     target_step = torch.tensor([run.step])
     ending = torch.tensor([False])
-    # All their tensors move into shared memory when the first process gets them.
+    # Their tensors move into shared memory when the first process gets them.
     shared = model, target_model, optimizer, reward_scale, counts, target_step, ending
     processes, connections, losses = [], [], {}
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -9,10 +10,10 @@ import os
 import re
 import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, Literal, NoReturn
 
 import gymnasium as gym
@@ -45,7 +46,7 @@ class RunArgs:
     run_dir: str | None = None
     """a new folder; None: runs/<env-id>__<script>__<seed>__<time>-<process>"""
     checkpoint_interval: int = 250_000
-    """agent steps between checkpoints; there is one every ten minutes at least"""
+    """agent steps between checkpoints; and one at least every ten minutes"""
     resume: str | None = None
     """run directory to go on from; flags given beside it override the run's own"""
     evaluate: str | None = None
@@ -115,7 +116,7 @@ def parse_args(
     try:
         observations, actions = env_spaces(args.env_id, args.env_kwargs)
     except (gym.error.Error, ImportError, TypeError, ValueError) as error:
-        frames = traceback.walk_tb((error.__cause__ or error).__traceback__)
+        frames = walk_tb((error.__cause__ or error).__traceback__)
         modules = {frame.f_globals["__name__"].split(".")[0] for frame, _ in frames}
         if modules - {"common", "gymnasium", "importlib", "json"}:
             raise  # a mistake in the environment: its traceback says where
@@ -235,9 +236,11 @@ class Run:
     def _stop(self, number: int) -> None:
         if time.monotonic() - self.stopped_at > 1:  # `timeout` sends each signal twice
             sys.exit(128 + number)
-        if not self.signal:  # print() may be at work already
-            os.write(2, b"stopping after this update; another signal ends without saving\n")
+        first = not self.signal
         self.signal, self.stopped_at = number, time.monotonic()
+        if first:
+            with contextlib.suppress(OSError):  # a pipe's reader may be gone
+                os.write(2, b"\nstopping after this update; a later signal ends without saving\n")
 
     def log_episode(self, episode_return: float, length: int) -> None:
         """Count an episode: its raw return, and its length in agent steps."""

@@ -225,8 +225,8 @@ def find_spec(env_id: str) -> EnvSpec:
         close = difflib.get_close_matches(
             name.replace("Deterministic", "NoFrameskip"), gym.registry, cutoff=0.5
         )
-        similar = f"similar names: {', '.join(close)}"
-        raise ValueError(f"there is no {name} (one of your own is module:{name}); {similar}")
+        yours = "" if module else f" (one of your own is module:{name})"
+        raise ValueError(f"there is no {name}{yours}; similar names: {', '.join(close)}")
     return gym.spec(name)
 
 

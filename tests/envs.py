@@ -149,7 +149,7 @@ class Film(gym.Env):
         if seed is not None:
             self.length = self.length or 2 + seed % 4
             note(self.log, "seed", seed)
-        return np.full(3, 0.5, np.float32), {}
+        return np.full(3, 0.5), {}  # of another dtype than the space's
 
     def step(self, action: Any) -> tuple:
         assert self.action_space.contains(action)

@@ -625,8 +625,8 @@ def test_actors_in_processes():
 def test_capacity_is_what_fits(monkeypatch):
     """No more than 0.8 of what is free, and no fewer than rings of full chunks need."""
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1e11))
-    files = {"memory.max": 2_100_000_000, "memory.current": 70_000_000}  # of the cgroup
-    files["memory.stat"] = [["anon", "50000000"], ["inactive_file", "20000000"]]
+    files = {"memory.max": 2_100_000_000, "memory.current": 1_050_000_000}  # of the cgroup
+    files["memory.stat"] = [["anon", "50000000"], ["inactive_file", "1000000000"]]
     monkeypatch.setattr("numpy.loadtxt", lambda path, dtype=float: files[path.split("/")[-1]])
     args = make_args(n_actors=2, envs_per_actor=2, capacity=10**9)
     args.capacity = apex.pick_capacity(args, VECTOR) // 100

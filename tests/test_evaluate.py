@@ -30,7 +30,7 @@ def args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def policy(obs: np.ndarray) -> np.ndarray:
-    assert obs.shape[1:] == (3,) and (obs == 0.5).all()
+    assert obs.shape[1:] == (3,) and obs.dtype == np.float32 and (obs == 0.5).all()
     return np.full((len(obs), 1), -7.0, np.float32)  # beyond the bounds of the actions
 
 

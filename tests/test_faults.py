@@ -49,7 +49,7 @@ class Training(Script):
         state = self.check_checkpoint("interrupted")
         lost = self.taken() - state["step"]
         assert 0 <= lost <= (100 if self.name == "apex" else 0)
-        assert self.output() == "stopping after this update; another signal ends without saving\n"
+        assert self.output() == "\nstopping after this update; a later signal ends without saving\n"
 
 
 @every_trainer
@@ -116,7 +116,7 @@ def test_a_save_that_breaks_off_leaves_the_last_checkpoint(tmp_path, monkeypatch
 
 
 def test_signals_within_a_second_are_one(tmp_path, monkeypatch):
-    """A later one ends at once, and saves nothing. Without one there is a save in ten minutes."""
+    """A later one ends at once, and saves nothing. Slow steps are saved every ten minutes."""
     clock = [100.0]
     monkeypatch.setattr(common.run.time, "monotonic", lambda: clock[0])
     args = paac.Args(run_dir=str(tmp_path), total_steps=1000)

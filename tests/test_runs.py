@@ -86,7 +86,7 @@ def check_resume(name, run_dir, before):
     past = len(scalars(run_dir).get("losses/learning_rate", []))
     flags = ["--learning-rate", 1e-30, "--max-grad-norm", 1e-30, "--eval-episodes", 0]
     flags += ["--target-interval", 10**6] if "target_model" in before else []
-    flags += [] if name == "ppo_batch" else ["--rms-decay", 0.97]
+    flags += ["--adam-eps", 0.5] if name == "ppo_batch" else ["--rms-decay", 0.97]
     assert run(name, "--resume", run_dir, "--total-steps", 800, *flags) == 0
     after, result = check_run(name, run_dir, 800)
     assert after["wall_seconds"] > before["wall_seconds"] > 0
@@ -102,6 +102,7 @@ def check_resume(name, run_dir, before):
     (optimizer,) = [key for key in before if key.startswith(("optimizer", "adam"))]
     old, new = before[optimizer], after[optimizer]
     if name == "ppo_batch":
+        assert new["param_groups"][0]["eps"] == 0.5
         old, new = old["state"][0], new["state"][0]
     decays = {"square": 0.97, "mean": 0.97, "exp_avg": 0.9, "exp_avg_sq": 0.999}
     n_updates = set()
