@@ -88,25 +88,19 @@ class Memory(gym.Env):
         return np.array([0, self.t == 7], np.float32), reward, ended, False, {}
 
 
-class Fork(gym.Env):
-    """The first action chooses: 0 earns 1 now and 0.3 a step for ever, 1 nothing now and then 0.6.
+class Fork(Corridor):
+    """From cell 0, action 0 earns 1 and leads to cell 1, 0.3 a step; 1 leads to cell 2, 0.6 a step.
 
     It never ends. A time limit of three steps cuts it, after which 0 has earned more, 1.6 to 1.2.
     """
 
     observation_space = spaces.Discrete(3)
-    action_space = spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[int, dict]:
-        super().reset(seed=seed)
-        self.branch = 0
-        return self.branch, {}
 
     def step(self, action: int) -> Step:
-        if self.branch:
-            return self.branch, 0.3 * self.branch, False, False, {}
-        self.branch = 1 + int(action)
-        return self.branch, 1.0 - int(action), False, False, {}
+        if self.cell:
+            return self.cell, 0.3 * self.cell, False, False, {}
+        self.cell = 1 + int(action)
+        return self.cell, 1.0 - int(action), False, False, {}
 
 
 def cart_pole(factor: float, render_mode: str | None = None) -> gym.Env:
