@@ -38,7 +38,7 @@ SMALL = ["CartPole-v1", TASKS("CartPole0.01-v1"), TASKS("CartPole100-v1"), "Acro
 SMALL += [TASKS("CatchCells-v0"), TASKS("Corridor-v0"), "FrozenLake-v1", "CliffWalking-v1"]
 BOX = ["Pendulum-v1"]
 SMALL += [TASKS("Memory-v0"), *BOX]
-MUJOCO = ["HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Swimmer-v5", "Reacher-v5"]
+MUJOCO = ["HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Swimmer-v5", "Reacher-v5", "Ant-v5"]
 # Clemente et al. 2017, Table 1, arch_nips: the best of three actors after 115 million steps.
 PAAC = {"Amidar": 701.8, "BeamRider": 4062.0, "Boxing": 99.6, "Breakout": 470.1}
 PAAC |= {"Centipede": 5747.3, "MsPacman": 2194.7, "NameThisGame": 9743.7}
