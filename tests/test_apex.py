@@ -350,9 +350,9 @@ def test_epsilons(monkeypatch):
     assert apex.epsilons_of(0.4, 7.0, torch.arange(1), 1).tolist() == pytest.approx([0.4])
     seen, act = [], apex.epsilon_greedy
     monkeypatch.setattr(apex, "epsilon_greedy", lambda q, e: seen.append(e) or act(q, e))
-    run_actor(1, make_args(env_id=WALK, n_actors=2, envs_per_actor=4, bfloat16="off"), 3)
-    for epsilons in seen:
-        np.testing.assert_allclose(epsilons, expected[4:], rtol=1e-5)
+    papers = {"epsilon": 0.4, "epsilon_alpha": 7.0, "bfloat16": "off"}
+    run_actor(1, make_args(env_id=WALK, n_actors=2, envs_per_actor=4, **papers), 3)
+    np.testing.assert_allclose(torch.stack(seen), [expected[4:]] * len(seen), rtol=1e-5)
     torch.manual_seed(0)
     epsilons = torch.tensor([0.0, 0.3, 1.0])  # now one for each column
     q_values = torch.tensor([[0.0, 2, 1]]).expand(30_000, 3)
