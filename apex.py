@@ -21,7 +21,7 @@ draws batches in proportion to the priorities and writes new priorities back:
 
 Where the sources differ or are silent:
 - The 400 frames between two fetches of θ are 100 steps; learning starts after 50,000 transitions.
-- ε_i is 0.4 where there is only one environment.
+- ε_i is ε where there is only one environment.
 - Initial priorities use max_a Q of the actor's own θ, and the same exponent as later ones.
 - A priority is (|δ| + 1e-6)^0.6; the paper does not say that anything is added.
 - The weights are divided by the largest of the batch.
@@ -117,10 +117,11 @@ PRESETS = {
     "vector": {
         "total_steps": 500_000,
         "envs_per_actor": 8,
-        # 0.7 to 0.002: with 0.4 Acrobot's goal was not found with 4 of 8 seeds
+        # 0.7 to 0.002: with ε from 0.4 Acrobot's goal was not found with 4 of 8 seeds
         "epsilon": 0.7,
         "epsilon_alpha": 16.0,
-        "n_step": 2,  # with 3 too many actions are random (FrozenLake); 1 failed on CliffWalking
+        # with ε from 0.4, 3 held too many random actions for FrozenLake; 1 failed on CliffWalking
+        "n_step": 2,
         "capacity": 100_000,
         "learning_starts": 1_000,
         "batch_size": 64,
@@ -750,7 +751,8 @@ def main(argv: list[str] | None = None) -> int:
     else:
         pick_device(args.replay_device)  # or an error
         args.capacity = pick_capacity(args, observations)
-        print(f"learning starts after {args.learning_starts:,} steps", flush=True)
+        if args.total_steps <= args.learning_starts:
+            print(f"nothing is learned in {args.total_steps:,} steps: see --learning-starts")
         parts = {"model": model, "target_model": target_model, "optimizer": optimizer}
         with Run("apex", args, **parts, reward_scale=reward_scale) as run:
             train(args, run, observations, *parts.values(), reward_scale, device, make_actors)

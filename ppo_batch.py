@@ -34,9 +34,9 @@ This is the PPO of ChainerRL's code and of PFRL, its successor in PyTorch:
   al. are `--update-epochs 3 --anneal-clip`.
 
 Departures:
-- Rewards are divided by the size of returns, but for Atari; PFRL has `--rewards raw`. The returns
-  that are learned have the size 10 on vectors and 1 on images. Vectors whose bounds are within ±1
-  are divided by one number (see common/norm.py).
+- Rewards are divided so that returns have size 10 on vectors and 1 on images, but for Atari, where
+  they are clipped; PFRL has `--rewards raw` on MuJoCo. Vectors whose bounds are within ±1 are
+  divided by one number (see common/norm.py).
 - A time limit does not cut the return: it bootstraps from V of the final observation. PFRL's MuJoCo
   example cuts it (`--no-bootstrap-limits`).
 - α and ε are those of the rollout's first step, as in the code of Schulman et al. PFRL's are those
@@ -80,7 +80,7 @@ from common.run import RunArgs, load_checkpoint, parse_args, pick_bfloat16, pick
 from common.vec_env import env_seed, make_vec_env
 
 # PFRL's reproduction of PPO on MuJoCo, but for n_envs, where it has 1, and anneal_lr, where it has
-# False: σ shrinks as training goes on, and steps of a constant α may then ruin the policy.
+# False: π's σ shrinks as training goes on, and steps of a constant α may then ruin the policy.
 MUJOCO = {
     "total_steps": 2_000_000,
     "update_interval": 2048,
@@ -526,8 +526,8 @@ def main(argv: list[str] | None = None) -> int:
     optimizer = torch.optim.Adam(
         [flatten(model)], args.learning_rate, eps=args.adam_eps, fused=True
     )
-    # with size 1 Reacher-v5 earns -8.6 after 600,000 steps, with 10 -5.5; on images V and π share a
-    # trunk, where a large V would outweigh π
+    # with size 1 Reacher-v5 earns -8.6 after 600,000 steps (seed 1), with 10 -5.5; on images a
+    # large V would outweigh π in the trunk that they share
     reward_scale = RewardScale(args, size=10.0 if args.arch == "mlp" else 1.0)
 
     if args.evaluate:
