@@ -38,7 +38,7 @@ Departures:
   they are clipped; PFRL has `--rewards raw` on MuJoCo. Vectors whose bounds are within ±1 are
   divided by one number (see common/norm.py).
 - A time limit does not cut the return: it bootstraps from V of the final observation. PFRL's MuJoCo
-  example cuts it (`--no-bootstrap-limits`).
+  example cuts it (`--no-bootstrap-limits`; σ of the rewards stays uncut).
 - α and ε are those of the rollout's first step, as in the code of Schulman et al. PFRL's are those
   of its last step, so that α is next to nothing in a run's last update.
 - Atari as in common/atari.py: losing a life does not end an episode, 0 to 30 no-ops, three black
