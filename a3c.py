@@ -194,7 +194,7 @@ class ActorCritic(nn.Module):
     """π(a|s; θ) and V(s; θ). Discrete actions: one trunk. Box actions: two networks (sec. 9).
 
     Initial weights are PyTorch's own, U(±1/√fan_in), as were Torch7's, or orthogonal; an LSTM's are
-    U(±1/√cells). With Box actions those of π's last layer are a tenth of that.
+    U(±1/√cells). With Box actions PyTorch's for π's last layer are divided by ten, its bias is 0.
     """
 
     def __init__(
@@ -363,7 +363,7 @@ def actor_learner(
     """Algorithm S3, one process of it, to the end of training.
 
     Args:
-        first_step: T when this process was started.
+        first_step: T when the processes were started.
         model, optimizer, reward_scale: θ and the statistics, shared by all processes, but for
             the optimizer's where --optimizer says so.
         counts: (n_processes,) int64, shared: steps of each process, whose sum is T. counts[0]
@@ -388,8 +388,7 @@ def actor_learner(
             sync(local_state, shared_state)  # θ′ ← θ
             observations, actions, rewards = [], [], []
             first_states = states
-            rollout_over = False
-            while not rollout_over:
+            for _ in range(args.t_max):
                 with torch.no_grad():
                     output, _, states = local_model(obs, states)
                     action = local_model.sample(output[0])  # a_t by π(a_t|s_t; θ′)
@@ -404,8 +403,8 @@ def actor_learner(
                 T = int(counts.sum())
                 episode_return += reward[0]
                 episode_length += 1
-                over = T >= args.total_steps or ending[0]
-                rollout_over = len(rewards) == args.t_max or done or over
+                if done or T >= args.total_steps or ending[0]:
+                    break
             R = 0.0  # for a terminal s_t, else V(s_t; θ′)
             if not terminated[0]:
                 last_obs = to_sequence(info["final_obs"]) if done else obs

@@ -256,7 +256,7 @@ def actor_learner(
     """Algorithm 1, one process of it, to the end of training.
 
     Args:
-        first_step: T when this process was started.
+        first_step: T when the processes were started.
         model, target_model, optimizer, reward_scale: θ, θ⁻, RMSProp's g and the size of rewards,
             shared by all processes.
         counts: (n_processes,) int64, shared: steps of each process, whose sum is T. counts[0]
@@ -279,8 +279,7 @@ def actor_learner(
         while T < args.total_steps and not ending[0]:
             # since the last update
             observations, actions, rewards, next_q_values, ends = [], [], [], [], []
-            update_due = False
-            while not update_due:
+            while True:
                 epsilon = epsilon_at(epsilon_final, T, args.epsilon_steps)
                 with torch.no_grad():
                     action = epsilon_greedy(model(obs), epsilon)  # θ as it is now
@@ -304,7 +303,8 @@ def actor_learner(
                     target_step[0] = T
                     sync(target_state, state)  # θ⁻ ← θ
                 over = T >= args.total_steps or ending[0]
-                update_due = t % args.update_interval == 0 or done or over
+                if t % args.update_interval == 0 or done or over:
+                    break
             reward_scale.update()
             r, terminations = reward_scale(torch.tensor(rewards)), torch.tensor(ends)
             targets = one_step_targets(r, terminations, torch.cat(next_q_values), args.gamma)
@@ -346,7 +346,7 @@ def train(
 ) -> None:
     """The parent: starts the actor-learners and follows them to the end; it trains nothing.
 
-    Without locks, a checkpoint may hold half of an update; so may the θ that a process acts on.
+    Without locks, a checkpoint may hold half of an update; so may what a process acts on.
     """
     counts = torch.zeros(args.n_processes, dtype=torch.int64)
     counts[0] = run.step

@@ -249,7 +249,7 @@ def actor_learner(
     """Algorithm S2, one process of it, to the end of training.
 
     Args:
-        first_step: T when this process was started.
+        first_step: T when the processes were started.
         model, target_model, optimizer, reward_scale: θ, θ⁻, RMSProp's g and the size of rewards,
             shared by all processes.
         counts: (n_processes,) int64, shared: steps of each process, whose sum is T. counts[0]
@@ -276,8 +276,7 @@ def actor_learner(
         while T < args.total_steps and not ending[0]:
             sync(local_state, state)  # θ′ ← θ
             observations, actions, rewards = [], [], []
-            rollout_over = False
-            while not rollout_over:
+            for _ in range(args.t_max):
                 epsilon = epsilon_at(epsilon_final, T, args.epsilon_steps)
                 with torch.no_grad():
                     action = epsilon_greedy(local_model(obs), epsilon)  # a_t by Q(s_t, a; θ′)
@@ -292,8 +291,8 @@ def actor_learner(
                 T = int(counts.sum())
                 episode_return += reward[0]
                 episode_length += 1
-                over = T >= args.total_steps or ending[0]
-                rollout_over = len(rewards) == args.t_max or done or over
+                if done or T >= args.total_steps or ending[0]:
+                    break
             R = 0.0  # for a terminal s_t, else max_a Q(s_t, a; θ⁻)
             if not terminated[0]:
                 last_obs = torch.from_numpy(info["final_obs"]) if done else obs
@@ -345,7 +344,7 @@ def train(
 ) -> None:
     """The parent: starts the actor-learners and follows them to the end; it trains nothing.
 
-    Without locks, a checkpoint may hold half of an update; so may the θ that a process acts on.
+    Without locks, a checkpoint may hold half of an update; so may what a process acts on.
     """
     counts = torch.zeros(args.n_processes, dtype=torch.int64)
     counts[0] = run.step

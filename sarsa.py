@@ -190,7 +190,7 @@ def sarsa_targets(
 ) -> Tensor:
     """y = r + γ Q(s', a'; θ⁻), or r after a termination (sec. 4), (t,).
 
-    Args: (t,), (t,) bool, and (t,) Q-values of the actions a' that are taken next.
+    Args: (t,), (t,) bool, and (t,) Q-values of the actions a' drawn for s'.
     """
     return rewards + gamma * next_q_values * ~terminated
 
@@ -258,7 +258,7 @@ def actor_learner(
     """Algorithm 1 with Sarsa's target, one process of it, to the end of training.
 
     Args:
-        first_step: T when this process was started.
+        first_step: T when the processes were started.
         model, target_model, optimizer, reward_scale: θ, θ⁻, RMSProp's g and the size of rewards,
             shared by all processes.
         counts: (n_processes,) int64, shared: steps of each process, whose sum is T. counts[0]
@@ -278,14 +278,15 @@ def actor_learner(
         T = first_step
         t = episode_length = 0
         episode_return = reported = 0.0
-        epsilon = epsilon_at(epsilon_final, T, args.epsilon_steps)
-        with torch.no_grad():
-            action = epsilon_greedy(model(obs), epsilon)
+        done = True
         while T < args.total_steps and not ending[0]:
+            if done:
+                epsilon = epsilon_at(epsilon_final, T, args.epsilon_steps)
+                with torch.no_grad():
+                    action = epsilon_greedy(model(obs), epsilon)  # the episode's first
             # since the last update
             observations, actions, rewards, next_q_values, ends = [], [], [], [], []
-            update_due = False
-            while not update_due:
+            while True:
                 observations.append(obs)
                 actions.append(action)
                 next_obs, reward, terminated, truncated, info = envs.step(action.numpy())
@@ -308,7 +309,8 @@ def actor_learner(
                     target_step[0] = T
                     sync(target_state, state)  # θ⁻ ← θ
                 over = T >= args.total_steps or ending[0]
-                update_due = t % args.update_interval == 0 or done or over
+                if t % args.update_interval == 0 or done or over:
+                    break
             reward_scale.update()
             r, terminations = reward_scale(torch.tensor(rewards)), torch.tensor(ends)
             targets = sarsa_targets(r, terminations, torch.cat(next_q_values), args.gamma)
@@ -328,8 +330,6 @@ def actor_learner(
                 parent.send((episode_return, episode_length))
                 episode_return = 0.0
                 episode_length = 0
-                with torch.no_grad():
-                    action = epsilon_greedy(model(obs), epsilon)  # of the new episode
             if time.monotonic() - reported > 1:
                 losses = {
                     "td_loss": squares.mean().item(),
@@ -352,7 +352,7 @@ def train(
 ) -> None:
     """The parent: starts the actor-learners and follows them to the end; it trains nothing.
 
-    Without locks, a checkpoint may hold half of an update; so may the θ that a process acts on.
+    Without locks, a checkpoint may hold half of an update; so may what a process acts on.
     """
     counts = torch.zeros(args.n_processes, dtype=torch.int64)
     counts[0] = run.step
