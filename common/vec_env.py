@@ -222,7 +222,9 @@ def find_spec(env_id: str) -> EnvSpec:
     if module:
         importlib.import_module(module)
     if name not in gym.registry:
-        close = difflib.get_close_matches(name, gym.registry, cutoff=0.5)
+        close = difflib.get_close_matches(
+            name.replace("Deterministic", "NoFrameskip"), gym.registry, cutoff=0.5
+        )
         yours = "" if module else f" (one of your own is module:{name})"
         raise ValueError(f"there is no {name}{yours}; similar names: {', '.join(close)}")
     return gym.spec(name)
