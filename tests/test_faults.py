@@ -84,7 +84,7 @@ def test_sigkill_of_a_process(name, tmp_path):
     """The other one ends too, and a line says which it was."""
     with Training(name, 2, tmp_path) as run:
         run.wait_for_steps(200)
-        run.members()[-1].kill()  # which was started last
+        max(run.members(), key=lambda p: p.create_time()).kill()  # which was started last
         assert run.end() == 1
         assert run.check_checkpoint("failed")["step"] > 0
         kind = r"(vec-env worker|actor-learner|actor) [01]( \(environments \d to \d\))?"
