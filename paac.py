@@ -230,9 +230,8 @@ class ActorCritic(nn.Module):
             entropies = -(log_probs.exp() * log_probs).sum(-1)
             return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1), entropies
         distances = ((actions - outputs) * (-self.log_std).exp()).square().sum(-1)
-        entropy = (self.log_std + (1 + math.log(2 * math.pi)) / 2).sum()
-        # H = E[-log π], and E[distances] = action_dim
-        return (outputs.shape[-1] - distances) / 2 - entropy, entropy
+        log_norm = (self.log_std + math.log(2 * math.pi) / 2).sum()
+        return -distances / 2 - log_norm, outputs.shape[-1] / 2 + log_norm
 
 
 # --- mathematics
@@ -316,7 +315,8 @@ def train(
     device: torch.device,
 ) -> None:
     """Algorithm 1, from `run.step` on."""
-    torch.manual_seed(env_seed(args.seed, run.step) + RANK)
+    step = run.step
+    torch.manual_seed(env_seed(args.seed, step) + RANK)
     n_envs = args.n_envs // N_RANKS  # of this process, one of several under torchrun
     envs = make_vec_env(args.env_id, n_envs, args.n_workers, args.env_kwargs)
     envs = RecordEpisodeStatistics(envs)
@@ -324,7 +324,6 @@ def train(
     rewards = np.zeros(shape, np.float32)
     dones = np.zeros(shape, np.bool_)
     final_values = torch.zeros(shape, device=device)
-    step = run.step
     with contextlib.closing(envs):
         obs = to_device(envs.reset(seed=env_seed(args.seed, step) + RANK * n_envs)[0], device)
         forward = [model] * (args.t_max + 1)

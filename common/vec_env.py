@@ -37,8 +37,8 @@ from torch import multiprocessing as mp
 from common.atari import SCREEN, STACK, is_atari, make_atari_env, make_atari_vec_env
 from common.processes import check, n_cores, start, stop
 
-# Seconds for which a worker with a core of its own waits awake, as waking it takes as long as many
-# cheap steps: 1.2 times the steps/s of 32 CartPoles with 2 workers, 1.0 of 32 HalfCheetahs.
+# So many seconds a worker with a core of its own waits awake, as to wake it takes as long as many
+# cheap steps. 32 CartPoles with 2 workers make 1.2 times the steps/s, 32 HalfCheetahs 1.0 times.
 AWAKE = 0.001
 
 EnvFns = Sequence[Callable[[], gym.Env]]
@@ -54,8 +54,8 @@ class VecEnv(VectorEnv):
     Args:
         env_fns: one function per environment, which makes it.
         n_workers: processes that share the environments; 0 steps all of them in this process.
-        spaces: of one environment, observations and actions. Where workers have the environments
-            and this is None, one more is made to ask for them.
+        single_spaces: observations and actions of one environment. Where workers have the
+            environments and this is None, one more is made to ask for them.
 
     Raises: WorkerError: a worker has failed; here and in every call.
     """
@@ -64,16 +64,16 @@ class VecEnv(VectorEnv):
         self,
         env_fns: EnvFns,
         n_workers: int = 0,
-        spaces: tuple[gym.Space, gym.Space] | None = None,
+        single_spaces: tuple[gym.Space, gym.Space] | None = None,
     ) -> None:
         self._share = None if n_workers else Share(env_fns)
-        if spaces is None:
+        if single_spaces is None:
             env = env_fns[0]() if n_workers else self._share.envs[0]
-            spaces = env.observation_space, env.action_space
+            single_spaces = env.observation_space, env.action_space
             if n_workers:
                 env.close()
-        obs_space, action_space = spaces
-        self.single_observation_space, self.single_action_space = spaces
+        self.single_observation_space, self.single_action_space = single_spaces
+        obs_space, action_space = single_spaces
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
         self.num_envs = n = len(env_fns)
         self.observation_space = batch_space(obs_space, n)
@@ -165,8 +165,8 @@ class Share:
 
     def reset(self, seed, options) -> None:
         for i, env in enumerate(self.envs):
-            env_seed = None if seed is None else seed + self.first + i
-            self.obs[i], _ = env.reset(seed=env_seed, options=options)
+            own_seed = None if seed is None else seed + self.first + i
+            self.obs[i], _ = env.reset(seed=own_seed, options=options)
 
     def step(self) -> None:
         for i, (env, action) in enumerate(zip(self.envs, self.actions.copy(), strict=True)):
