@@ -7,8 +7,9 @@ draws batches in proportion to the priorities and writes new priorities back:
     G_t = R_{t+1} + γ R_{t+2} + γ² R_{t+3} + γ³ Q(S_{t+3}, argmax_a Q(S_{t+3}, a; θ); θ⁻),
           cut where the episode ends
     δ = G_t - Q(S_t, A_t; θ),    Q = V + A - mean_a A
-    P(i) = p_i^0.6 / Σ_k p_k^0.6,    p = |δ|,    w_i = u_i / max_j u_j,    u_i = (N P(i))^-0.4
-    L = mean of w_i δ_i² / 2 over 512 transitions,    d = ∇L, scaled to a norm of at most 40
+    P(i) = p_i^0.6 / Σ_k p_k^0.6,    p = |δ|,    w_i = u_i / max_j u_j,    u_i = (M P(i))^-0.4
+    L = mean of w_i δ_i² / 2 over 512 of the memory's M transitions
+    d = ∇L with G_t held constant, scaled to a norm of at most 40
     g ← 0.95 g + 0.05 d²,    m ← 0.95 m + 0.05 d,    θ ← θ - α d / √(g - m² + ε)
     θ⁻ ← θ    every 2,500 updates
     ε_i = 0.4^(1 + 7 i/(N-1))    for environment i of N
@@ -20,7 +21,7 @@ draws batches in proportion to the priorities and writes new priorities back:
     python apex.py --ray auto                                       # actors on a Ray cluster
 
 Where the sources differ or are silent:
-- The 400 frames between two fetches of θ are 100 steps; learning starts after 50,000 transitions.
+- The 400 frames between two fetches of θ are 100 steps.
 - ε_i is ε where there is only one environment.
 - Initial priorities use max_a Q of the actor's own θ, and the same exponent as later ones.
 - A priority is (|δ| + 1e-6)^0.6; the paper does not say that anything is added.
@@ -35,8 +36,9 @@ Departures:
 - A time limit does not cut the return: it bootstraps from the final observation.
 - Half as many actors as cores, with a GPU or Ray all cores but one, where the paper has 360. An
   actor has 16 environments, which share one forward pass; i counts all environments.
-- Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do (50,000 in
-  the paper), 0 to 30 no-ops, three black frames in the first stack.
+- Atari as in common/atari.py: losing a life does not end an episode, 108,000 frames do; the paper
+  has 50,000 (`--env-kwargs '{"max_num_frames_per_episode": 50000}'`). 0 to 30 no-ops, three black
+  frames in the first stack.
 - Each frame is stored once and not compressed; the paper has PNGs.
 - Each environment has its own ring of frames, with 4 % to spare. Removal is first in, first out
   over all of them only where actors are about as fast as each other: the ring of a faster one
@@ -48,8 +50,8 @@ Departures:
   `--ray`, what it acts on for 100 steps is the θ of 100 steps earlier.
 - `--replay-ratio` holds actors and learner to a ratio; in the paper both run free, at about 0.78.
 - 50 million steps are 200 million frames; the paper has 22.8 billion.
-- The paper has no vectors: the MLP, the normalisation of observations and of rewards (to returns of
-  size 10, see common/norm.py), `--anneal-lr` and all presets but `atari` are ours. Returns of n
+- The paper has Atari alone: the MLP, the normalisation of observations and of rewards (to returns
+  of size 10, see common/norm.py), `--anneal-lr` and all presets but `atari` are ours. Returns of n
   steps are divided by σ and not clipped. Initial priorities have the σ of the actor's own rewards.
 - For images the convolutions run in bfloat16 on CPUs that have AVX512_BF16, unless `--bfloat16
   off`, and are TF32 on CUDA; everything else is float32.
@@ -308,7 +310,7 @@ def linear_decay(initial: float, step: int, total_steps: int) -> float:
 class CentredRMSProp(nn.Module):
     """g ← decay g + (1 - decay) d²; m ← decay m + (1 - decay) d; θ ← θ - lr d / √(g - m² + eps).
 
-    torch.optim.RMSprop has eps outside the root, and with torch.optim a run starts a second later.
+    torch.optim.RMSprop has eps outside the root.
     g - m² is a variance, which rounding may leave below zero.
     """
 
@@ -409,7 +411,7 @@ class Replay:
         # 0 for the last n, whose S' has not come, and for the stack - 1 oldest that are left, whose
         # first frames are overwritten
         self.set_priorities(indices, np.pad(chunk.priorities, (0, n + self.stack - 1)))
-        self.chunks[first] = indices[:B]
+        self.chunks[first] = None
         self.chunks.move_to_end(first)
         return int(np.count_nonzero(chunk.priorities))
 
@@ -421,7 +423,8 @@ class Replay:
     def trim(self) -> None:
         """Remove the oldest chunks of all environments, first in, first out, down to capacity."""
         while self.size > self.args.capacity:
-            _, indices = self.chunks.popitem(last=False)
+            first, _ = self.chunks.popitem(last=False)
+            indices = self.later(first, np.arange(self.args.chunk_size) - self.args.n_step)
             self.set_priorities(indices, 0.0)
 
     def sample(self) -> Batch:
@@ -480,15 +483,14 @@ class LocalBuffer:
                 rewards, terminated, acted, n, self.args.gamma
             )
             reward_sums = self.reward_scale.update()  # since the last chunk, for the learner's σ
-            errors = returns / self.reward_scale.sigma - q_taken[:B]
-            errors += discounts * q_max[np.arange(B) + n_rewards]
-            columns = actions[:B], returns, discounts, n_rewards
+            bootstraps = discounts * q_max[np.arange(B) + n_rewards]
+            errors = returns / self.reward_scale.sigma + bootstraps - q_taken[:B]
             yield Chunk(
                 self.env,
                 self.episodes,
                 np.stack(frames[n:]),
                 n_earlier[n:],
-                np.rec.fromarrays(columns, TRANSITION),
+                np.rec.fromarrays([actions[:B], returns, discounts, n_rewards], TRANSITION),
                 priorities_of(errors, self.args) * acted[:B],
                 reward_sums,
             )
@@ -663,6 +665,8 @@ def train(
     step = run.step
     free = args.replay_ratio is None  # actors and learner do not wait for each other
     learning_start = step + args.learning_starts
+    if learning_start >= args.total_steps:
+        print(f"nothing is learned before step {learning_start:,}: see --learning-starts")
     learned = 0  # samples
     losses = {}
     replay = Replay(space, args, device, env_seed(args.seed, step))
@@ -751,11 +755,16 @@ def main(argv: list[str] | None = None) -> int:
     else:
         pick_device(args.replay_device)  # or an error
         args.capacity = pick_capacity(args, observations)
-        if args.total_steps <= args.learning_starts:
-            print(f"nothing is learned in {args.total_steps:,} steps: see --learning-starts")
-        parts = {"model": model, "target_model": target_model, "optimizer": optimizer}
-        with Run("apex", args, **parts, reward_scale=reward_scale) as run:
-            train(args, run, observations, *parts.values(), reward_scale, device, make_actors)
+        with Run(
+            "apex",
+            args,
+            model=model,
+            target_model=target_model,
+            optimizer=optimizer,
+            reward_scale=reward_scale,
+        ) as run:
+            parts = model, target_model, optimizer, reward_scale
+            train(args, run, observations, *parts, device, make_actors)
         if not run.complete:
             return 128 + run.signal
 

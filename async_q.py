@@ -218,7 +218,7 @@ def linear_decay(initial: float, step: int, total_steps: int) -> float:
 class RMSProp(nn.Module):
     """g ← decay g + (1 - decay) d²; θ ← θ - lr d / √(g + eps).
 
-    torch.optim.RMSprop has eps outside the root, and with torch.optim a run starts a second later.
+    torch.optim.RMSprop has eps outside the root.
     `initial_square` is g at the start: 1 in TensorFlow and PAAC, 0 in A3C.
     """
 

@@ -5,7 +5,7 @@ One policy acts in n_e environments at once. After t_max steps of all of them, o
     R_t = r_t + γ R_{t+1},    R_{t_max+1} = V(s_{t_max+1}; θ)                    (Alg. 1, l. 12-15)
     L = 1/n_e Σ_e Σ_t [ -log π(a_t|s_t; θ) (R_t - v_t) - β H(π(s_t; θ))                   (eq. 10)
                         + 0.25 (R_t - V(s_t; θ))² ]                                       (eq. 11)
-    d = ∇L with v_t = V(s_t; θ) held constant, scaled to a norm of at most 40
+    d = ∇L with R_t and v_t = V(s_t; θ) held constant, scaled to a norm of at most 40
     g ← 0.99 g + 0.01 d²,    θ ← θ - α d / √(g + ε),    α = 0.0007 n_e (1 - N / N_max)
 
     python paac.py --n-envs 32                                      # Pong from pixels
@@ -20,17 +20,18 @@ Where the paper and its released code (github.com/Alfredvc/paac) differ or are s
 - The squared value error has the code's coefficient 0.25; eq. (11) has 1.
 - The return is cut at every step where an episode ends (the code), not only at the last (Alg. 1).
 - RMSProp has ε inside the root and starts from g = 1, as TensorFlow's, which the code uses.
-- α falls to zero over N_max (the code); the paper does not say.
+- α falls to zero over N_max, and rewards are clipped to [-1, 1] on Atari (the code); the paper does
+  not say.
 - `--preset paper` has N_max, β and the clipping threshold of the paper, `--preset code` the code's.
 
 Departures:
 - A time limit does not cut the return: it bootstraps from V of the final observation.
-- Atari as in common/atari.py: 0 to 30 no-ops (the code; the paper has 1 to 30), three black frames
-  in the first stack, truncation after half an hour.
-- The paper has no vectors and no continuous actions. The MLP, the normalisation of observations and
-  of rewards (see common/norm.py), the Gaussian, `--anneal-entropy` and the presets `vector`,
-  `continuous` and `short` are ours. Box actions are mapped from [-1, 1] to their bounds and
-  clipped. Where all are bounded, the Gaussian's mean is a tanh.
+- Atari as in common/atari.py: 0 to 30 no-ops, three black frames in the first stack, truncation
+  after half an hour.
+- The paper has Atari alone. The MLP, the normalisation of observations and of rewards (see
+  common/norm.py), the Gaussian, `--anneal-entropy` and the presets `vector`, `continuous` and
+  `short` are ours. Box actions are mapped from [-1, 1] to their bounds and clipped. Where all are
+  bounded, the Gaussian's mean is a tanh.
 - `--preset short` has orthogonal initial weights, those of OpenAI's baselines.
 - For images the trunk runs in bfloat16 on CPUs that have AVX512_BF16, unless `--bfloat16 off`, and
   convolutions on CUDA are TF32; everything else is float32.
@@ -65,7 +66,7 @@ from common.processes import n_cores
 from common.run import RunArgs, load_checkpoint, parse_args, pick_bfloat16, pick_device
 from common.vec_env import env_seed, make_vec_env
 
-# What differs from Args, which has the constants of the paper (sec. 5.1, Atari).
+# What differs from Args, which has the constants of the paper (sec. 5.1, Atari; value_coef: above).
 PRESETS = {
     "paper": {},
     # What the paper's released code sets otherwise.
@@ -158,8 +159,7 @@ def mlp(n_inputs: int, n_outputs: int) -> nn.Sequential:
 class ActorCritic(nn.Module):
     """π(a|s; θ) and V(s; θ). Images: one trunk, two linear heads. Vectors: two MLPs.
 
-    Initial weights are PyTorch's own, U(±1/√fan_in), as in A3C and in PAAC's code, or orthogonal
-    ones, for images.
+    Initial weights are PyTorch's own, U(±1/√fan_in), as in PAAC's code, or for images orthogonal.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ def linear_decay(initial: float, step: int, total_steps: int) -> float:
 class RMSProp(nn.Module):
     """g ← decay g + (1 - decay) d²; θ ← θ - lr d / √(g + eps).
 
-    torch.optim.RMSprop has eps outside the root, and with torch.optim a run starts a second later.
+    torch.optim.RMSprop has eps outside the root.
     `initial_square` is g at the start: 1 in TensorFlow and PAAC, 0 in A3C.
     """
 

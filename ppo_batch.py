@@ -79,8 +79,8 @@ from common.processes import n_cores
 from common.run import RunArgs, load_checkpoint, parse_args, pick_bfloat16, pick_device
 from common.vec_env import env_seed, make_vec_env
 
-# PFRL's reproduction of PPO on MuJoCo, but for n_envs, where it has 1, and anneal_lr, where it has
-# False: π's σ shrinks as training goes on, and steps of a constant α may then ruin the policy.
+# PFRL's MuJoCo example but for n_envs and anneal_lr, see above: π's σ shrinks as training goes on,
+# and steps of a constant α may then ruin the policy.
 MUJOCO = {
     "total_steps": 2_000_000,
     "update_interval": 2048,
@@ -464,13 +464,10 @@ def train(
                 observations = observations.contiguous(memory_format=torch.channels_last)
             if isinstance(model.trunk, RunningNorm):
                 model.trunk.update(observations)
-            lr, clip_coef, entropy_coef = args.learning_rate, args.clip_coef, args.entropy_coef
-            if args.anneal_lr:
-                lr = linear_decay(lr, step, args.total_steps)
-            if args.anneal_clip:
-                clip_coef = linear_decay(clip_coef, step, args.total_steps)
-            if args.anneal_entropy:
-                entropy_coef = linear_decay(entropy_coef, step, args.total_steps)
+            left = linear_decay(1.0, step, args.total_steps)
+            lr = args.learning_rate * (left if args.anneal_lr else 1)
+            clip_coef = args.clip_coef * (left if args.anneal_clip else 1)
+            entropy_coef = args.entropy_coef * (left if args.anneal_entropy else 1)
             optimizer.param_groups[0].update(lr=lr, eps=args.adam_eps)
             step += args.n_envs * t_max
             data = actions, log_probs, advantages, returns
@@ -525,8 +522,7 @@ def main(argv: list[str] | None = None) -> int:
     optimizer = torch.optim.Adam(
         [flatten(model)], args.learning_rate, eps=args.adam_eps, fused=True
     )
-    # with size 1 Reacher-v5 earns -8.6 after 600,000 steps (seed 1), with 10 -5.5; on images a
-    # large V would outweigh π in the trunk that they share
+    # 10: see results/README.md; on images a large V would outweigh π in the trunk that they share
     reward_scale = RewardScale(args, size=10.0 if args.arch == "mlp" else 1.0)
 
     if args.evaluate:

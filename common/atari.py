@@ -3,8 +3,8 @@
 One agent step repeats its action for 4 emulator frames and sees the per-pixel maximum of the last
 two, grey, 84x84, stacked with the three before it. A game starts with 0 to 30 no-ops, ends at game
 over and not with a life, and is truncated after 108,000 frames, half an hour. No fire on reset,
-minimal action set, raw scores. PAAC's paper says 1 to 30 no-ops, which ALE cannot draw; its code
-has 0 to 30.
+minimal action set, raw scores. Screens are resized by area; PAAC's code takes the nearest pixel.
+Its paper says 1 to 30 no-ops, which ALE cannot draw; its code has 0 to 30.
 """
 
 from __future__ import annotations

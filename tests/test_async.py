@@ -19,7 +19,10 @@ from torch.distributions import Categorical, Normal
 import a3c
 import async_q
 import nstep_q
+import paac
+import ppo_batch
 import sarsa
+from common.norm import RewardScale
 from tests.async_envs import Walk
 from tests.helpers import returns_of
 
@@ -79,6 +82,9 @@ def test_networks_on_images_in_plain_functions(arch):
     obs = torch.randint(0, 256, (2, 1, 4, 84, 84), dtype=torch.uint8)
     model = actor_critic(arch, 6)
     results = [(model, model(obs, model.initial_states)[:2])]
+    for trainer in (paac, ppo_batch):
+        model = trainer.ActorCritic(IMAGE, spaces.Discrete(6), arch)
+        results.append((model, model(obs[:, 0])))
     for trainer in Q_TRAINERS:
         model = trainer.QNetwork(IMAGE, spaces.Discrete(6), arch)
         results.append((model, [model(obs[:, 0])]))
@@ -173,6 +179,13 @@ def test_epsilon_greedy(trainer, monkeypatch):
         policy = prepare(trainer, monkeypatch, eval_epsilon=epsilon).policy
         shares = np.bincount(policy(np.ones((20_000, 3), np.float32)), minlength=3) / 20_000
         np.testing.assert_allclose(np.sort(shares), np.sort(expected), atol=0.015)
+
+
+@each(*TRAINERS)
+def test_a_gradient_that_is_not_finite_raises(trainer, monkeypatch):
+    monkeypatch.setattr(RewardScale, "forward", lambda self, rewards: rewards * math.inf)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        play(trainer, monkeypatch)
 
 
 @each(*TRAINERS)

@@ -71,18 +71,3 @@ def test_sticky_actions_as_the_id_says(no_noops: Any, env_id: str, sticky: int) 
     obs = np.stack([envs.step(np.full(3, action))[0] for action in actions])
     envs.close()
     assert (obs != obs[:, :1]).any() == sticky
-
-
-def test_no_fire_on_reset_and_a_lost_life_ends_no_episode(no_noops: Any) -> None:
-    envs = make_vec_env("BreakoutNoFrameskip-v4", 1, 1)
-    envs.reset(seed=0)
-    noop, fire = np.array([0]), np.array([1])
-    for _ in range(100):  # a ball that nobody plays is lost within 60 steps
-        *_, info = envs.step(noop)
-    lives, terminated = [int(info["lives"][0])], False
-    while not terminated:
-        _, _, (terminated,), (truncated,), info = envs.step(fire)
-        assert not truncated
-        lives.append(int(info["lives"][0]))
-    envs.close()
-    assert list(dict.fromkeys(lives[:-1])) == [5, 4, 3, 2, 1]

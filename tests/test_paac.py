@@ -13,7 +13,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from gymnasium import spaces
 from torch import Tensor, nn
 
@@ -230,21 +229,15 @@ def test_initial_parameters_are_uniform_within_their_bounds_or_orthogonal(arch: 
         assert stretches.numpy() == pytest.approx(gain, rel=1e-4)
 
 
-@BOTH
-@pytest.mark.parametrize("arch", ["nips", "nature"])
-def test_network_for_images_against_plain_convolutions(trainer: Any, arch: str) -> None:
-    model = actor_critic(trainer, arch)
-    for layer in layers_of(model):
-        nn.init.normal_(layer.bias, std=0.1)
+@pytest.mark.parametrize("trainer", [paac, ppo_batch, apex])
+def test_bfloat16_is_close_to_float32(trainer: Any) -> None:
+    network = apex.QNetwork if trainer is apex else trainer.ActorCritic
+    task = IMAGE, spaces.Discrete(6), *([] if trainer is apex else ["nips"])
     obs = torch.randint(0, 256, (3, 4, 84, 84), dtype=torch.uint8)
-    logits, values = model(obs)
-    params = iter([p.detach().contiguous() for p in model.parameters()])
-    x = obs.float() / 255
-    for stride in (4, 2) if arch == "nips" else (4, 2, 1):
-        x = F.relu(F.conv2d(x, next(params), next(params), stride))
-    x = F.relu(F.linear(x.reshape(3, -1), next(params), next(params)))
-    torch.testing.assert_close(logits, F.linear(x, next(params), next(params)), **CLOSE)
-    torch.testing.assert_close(values, F.linear(x, next(params), next(params))[:, 0], **CLOSE)
+    on, off = network(*task, bfloat16=True), network(*task, bfloat16=False)
+    on.load_state_dict(off.state_dict())
+    for found, expected in zip(on(obs), off(obs), strict=True):
+        assert 0 < (found - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 def test_means_of_bounded_actions_lie_within_their_bounds() -> None:
@@ -343,11 +336,16 @@ def test_loss_by_hand() -> None:
     assert paac.paac_loss(log_probs, one, values, returns, 0.1, 0.25)[1].item() == parts[1].item()
 
 
-BOTH = {"t_max": 5, "rms_decay": 0.99, "arch": "nips", "orthogonal_init": False}
-BOTH |= {"anneal_entropy": False}
-PAPER = BOTH | {"total_steps": 115_000_000, "entropy_coef": 0.01, "max_grad_norm": 40}
-CODE = BOTH | {"total_steps": 80_000_000, "entropy_coef": 0.02, "max_grad_norm": 3}
-PFRL = {"minibatch_size": 256, "update_epochs": 4, "clip_coef": 0.1, "max_grad_norm": 0.5}
+PAAC = {"t_max": 5, "rms_decay": 0.99, "arch": "nips", "orthogonal_init": False}
+PAAC |= {"anneal_entropy": False}
+PAPER = PAAC | {"total_steps": 115_000_000, "entropy_coef": 0.01, "max_grad_norm": 40}
+CODE = PAAC | {"total_steps": 80_000_000, "entropy_coef": 0.02, "max_grad_norm": 3}
+PFRL = {"total_steps": 10_000_000, "n_envs": 8, "update_interval": 1024, "arch": "nature"}
+PFRL |= {"minibatch_size": 256, "update_epochs": 4, "clip_coef": 0.1, "max_grad_norm": 0.5}
+PFRL |= {"gae_lambda": 0.95, "entropy_coef": 0.01, "standardize_advantages": True}
+PFRL_MUJOCO = {"total_steps": 2_000_000, "update_interval": 2048, "minibatch_size": 64}
+PFRL_MUJOCO |= {"update_epochs": 10, "clip_coef": 0.2, "gamma": 0.995, "gae_lambda": 0.97}
+PFRL_MUJOCO |= {"entropy_coef": 0, "max_grad_norm": None, "standardize_advantages": True}
 MNIH = {"total_steps": 80_000_000, "max_grad_norm": 40, "rms_decay": 0.99, "arch": "nips"}
 MNIH |= {"orthogonal_init": False}
 MNIH_Q = MNIH | {"target_interval": 40_000, "epsilon_steps": 4_000_000, "eval_epsilon": 0.05}
@@ -356,6 +354,7 @@ PRESETS = [  # trainer, flags, constants, initial α, ε of the optimiser
     (paac, "--preset short --learning-rate 0.5", {"orthogonal_init": True}, 0.5, 1e-10),
     (paac, "--preset code --n-envs 8", CODE, 0.0056, 0.1),  # α = 0.0007 n_e
     (ppo_batch, "", PFRL, 2.5e-4, 1e-5),
+    (ppo_batch, "--preset continuous", PFRL_MUJOCO, 3e-4, 1e-5),
     (a3c, "", MNIH | {"t_max": 5, "entropy_coef": 0.01, "anneal_entropy": False}, 7e-4, 0.1),
     (nstep_q, "", MNIH_Q | {"t_max": 5}, 7e-4, 0.1),
     *[(x, "", MNIH_Q | {"update_interval": 5}, 7e-4, 0.1) for x in (async_q, sarsa)],
@@ -394,8 +393,30 @@ def test_what_main_trains_on_atari(preset: tuple, tmp_path: Path, monkeypatch: A
         assert trainer is ppo_batch or all((x == square).all() for x in optimizer.buffers())
         run.step = args.total_steps
 
+    def evaluate(args: Any, policy: Any) -> None:  # it samples its actions
+        screens = np.zeros((100, 4, 84, 84), np.uint8)
+        assert trainer in Q_TRAINERS or len(set(policy(screens).tolist())) > 1
+
     monkeypatch.setattr(trainer, "train", train)
-    assert trainer.main(f"{flags} --run-dir {tmp_path}/run --eval-episodes 0".split()) == 0
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    assert trainer.main(f"{flags} --run-dir {tmp_path}/run".split()) == 0
+
+
+@BOTH
+def test_a_gradient_that_is_not_finite_ends_the_run(
+    trainer: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Before θ changes: the checkpoint that is then saved must be finite."""
+    log_prob_and_entropy = trainer.ActorCritic.log_prob_and_entropy
+
+    def not_finite(*args: Any) -> tuple:
+        log_probs, entropies = log_prob_and_entropy(*args)
+        return math.nan * log_probs, entropies
+
+    monkeypatch.setattr(trainer.ActorCritic, "log_prob_and_entropy", not_finite)
+    flags = f"--env-id CartPole-v1 --n-workers 0 --total-steps 4000 --run-dir {tmp_path}/run"
+    with pytest.raises(RuntimeError, match="non-finite"):
+        trainer.main(flags.split())
 
 
 # --- Algorithm 1 as a whole

@@ -2,10 +2,10 @@
 
 import json
 import math
-import os
 import pickle
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ import common.evaluate
 import common.run
 import common.vec_env
 import paac
-from common.run import Run
+from common.run import Run, load_checkpoint
 from tests.helpers import ROOT, TRAINERS, checkpoint, parse, run, small, summary
 
 SUMMARY = {"script", "env_id", "seed", "steps", "episodes", "wall_seconds", "steps_per_second"}
@@ -49,7 +49,8 @@ def test_train_resume_and_evaluate(name, tmp_path, capfd):
     assert result["wall_seconds"] > 0 and result["steps_per_second"] > 0
     tags = set(scalars(run_dir))
     assert tags >= {"charts/episodic_return", "charts/episodic_length", "charts/SPS"}
-    assert "eval/return_mean" in tags and any(tag.startswith("losses/") for tag in tags)
+    assert "eval/return_mean" in tags
+    assert f"losses/{'replay_ratio' if name == 'apex' else 'grad_norm'}" in tags
 
     check_resume(name, run_dir, before)
     check_evaluation(name, run_dir)
@@ -219,24 +220,10 @@ def test_environment_that_changes_the_working_directory(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", "run"}
 
 
-class Payload:
-    """A pickle that makes a folder when it is loaded."""
-
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
-@pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
-def test_a_checkpoint_runs_no_code(flag, tmp_path):
-    run_dir, made = tmp_path / "run", tmp_path / "made"
-    assert run("paac", *small("paac", 0), "--total-steps", 20, "--run-dir", run_dir) == 0
-    torch.save(checkpoint(run_dir) | {"returns": Payload(made)}, run_dir / "checkpoint.pt")
+def test_a_checkpoint_runs_no_code(tmp_path):
+    torch.save({"returns": Path(tmp_path)}, tmp_path / "checkpoint.pt")  # any class of Python's
     with pytest.raises(pickle.UnpicklingError):
-        run("paac", flag, run_dir)
-    assert not made.exists()
+        load_checkpoint("paac", tmp_path)
 
 
 def test_a_network_with_nan_is_not_saved(tmp_path):
