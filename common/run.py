@@ -78,13 +78,15 @@ def parse_args(
 
     Args:
         default: an instance of the trainer's dataclass.
+        description: its docstring, whose first line --help shows.
         pick_preset: (args, observations, actions) → the preset of --preset auto.
     """
     keep_freed_memory()
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and script not in ("paac", "ppo_batch"):
         usage_error(f"{script}.py does not run under torchrun; paac.py and ppo_batch.py do")
     argv = plain_flags(sys.argv[1:] if argv is None else argv)
-    args = tyro.cli(type(default), args=argv, default=default, description=description)
+    title = description.splitlines()[0]
+    args = tyro.cli(type(default), args=argv, default=default, description=title)
     folder = args.resume or args.evaluate
     if folder:
         path = Path(folder) / "args.json"
