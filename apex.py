@@ -122,7 +122,7 @@ PRESETS = {
         # 0.7 to 0.002: with 0.4 and 7 Acrobot's goal was not found with 4 of 8 seeds
         "epsilon": 0.7,
         "epsilon_alpha": 16.0,
-        # with ε from 0.4: FrozenLake 0.15 to 0.79 with 3, CliffWalking failed with 1 (60b6480)
+        # FrozenLake 0.15 to 0.79 with 3, CliffWalking failed with 1 (60b6480, where ε is 0.4)
         "n_step": 2,
         "capacity": 100_000,
         "learning_starts": 1_000,
@@ -580,8 +580,7 @@ class Actors:
     def receive(self, timeout: float) -> Iterator[Chunk]:
         """Chunks that have arrived; each is valid until the next one is asked for.
 
-        With timeout 0 all of them. Else, after up to `timeout` seconds, one of each actor that has
-        one.
+        With timeout 0 all of them. Else waits for up to `timeout` seconds; at most one of each actor.
 
         Raises: WorkerError: an actor died.
         """
@@ -605,14 +604,15 @@ def act(
     index: int, args: Args, first_step: int, model: QNetwork, slots: Tensor, learner: Any
 ) -> None:
     """An actor's process: acts and sends chunks until the learner closes the pipe or is gone."""
-    free = list(range(len(slots)))
+    free_slots = list(range(len(slots)))
     with contextlib.closing(actor(index, args, first_step, lambda: copy.deepcopy(model))) as steps:
         for chunks in steps:
             try:
                 while learner.poll():
-                    free.append(learner.recv())
+                    free_slots.append(learner.recv())
                 for chunk in chunks:
-                    slot = free.pop() if free else learner.recv()  # waits for the learner
+                    # waits for the learner where there is none
+                    slot = free_slots.pop() if free_slots else learner.recv()
                     slots[slot] = torch.from_numpy(chunk.frames)
                     learner.send((slot, chunk._replace(frames=None)))
             except (EOFError, ConnectionError):
@@ -663,7 +663,7 @@ def train(
 ) -> None:
     """Algorithm 2, the learner, from `run.step` on."""
     step = run.step
-    free = args.replay_ratio is None  # actors and learner do not wait for each other
+    free_running = args.replay_ratio is None  # actors and learner do not wait for each other
     learning_start = step + args.learning_starts
     if learning_start >= args.total_steps:
         print(f"nothing is learned before step {learning_start:,}: see --learning-starts")
@@ -673,9 +673,9 @@ def train(
     with contextlib.closing(make_actors(args, step, space, model)) as actors:
         while not (run.complete or run.stopped):
             due = step > learning_start
-            if not free:
+            if not free_running:
                 due &= learned + args.batch_size <= args.replay_ratio * (step - learning_start)
-            if free or not due:  # at a ratio, what is due is learned before more is taken
+            if free_running or not due:  # at a ratio, what is due is learned before more is taken
                 for chunk in actors.receive(0 if due else 0.1):
                     step += replay.add(chunk)
                     reward_scale.add(chunk.reward_sums)
