@@ -580,7 +580,7 @@ class Actors:
     def receive(self, timeout: float) -> Iterator[Chunk]:
         """Chunks that have arrived; each is valid until the next one is asked for.
 
-        With timeout 0 all of them. Else waits for up to `timeout` seconds; at most one of each actor.
+        With timeout 0 all of them. Else, after up to `timeout` seconds, one of each actor at most.
 
         Raises: WorkerError: an actor died.
         """
@@ -719,8 +719,7 @@ def pick_capacity(args: Args, space: spaces.Box) -> int:
     free = torch.cuda.mem_get_info()[0] if args.replay_device == "cuda" else free_memory()
     n_bytes = math.prod(space.shape[-2:]) * space.dtype.itemsize + 60  # frame, transition, sum tree
     capacity = min(args.capacity, int(0.8 * free / SPARE / n_bytes))
-    n_envs = args.n_actors * args.envs_per_actor
-    least = n_envs * (args.chunk_size + args.n_step + STACK)
+    least = args.n_actors * args.envs_per_actor * (args.chunk_size + args.n_step + STACK)
     if capacity < least:
         usage_error(f"a capacity of {capacity:,}: {least:,} are needed with these flags")
     if capacity < args.capacity:
@@ -763,8 +762,17 @@ def main(argv: list[str] | None = None) -> int:
             optimizer=optimizer,
             reward_scale=reward_scale,
         ) as run:
-            parts = model, target_model, optimizer, reward_scale
-            train(args, run, observations, *parts, device, make_actors)
+            train(
+                args,
+                run,
+                observations,
+                model,
+                target_model,
+                optimizer,
+                reward_scale,
+                device,
+                make_actors,
+            )
         if not run.complete:
             return 128 + run.signal
 
