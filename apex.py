@@ -286,7 +286,7 @@ def n_step_transitions(
 
 
 def importance_weights(probabilities: ndarray, size: int, beta: float) -> ndarray:
-    """w = (N P)^-β, divided by the largest of the batch, (n,)."""
+    """w = (M P)^-β, divided by the largest of the batch, (n,); M is `size`."""
     weights = (size * probabilities) ** -beta
     return (weights / weights.max()).astype(np.float32)
 

@@ -37,8 +37,8 @@ from torch import multiprocessing as mp
 from common.atari import SCREEN, STACK, is_atari, make_atari_env, make_atari_vec_env
 from common.processes import check, n_cores, start, stop
 
-# So many seconds a worker with a core of its own waits awake, as to wake it takes as long as many
-# cheap steps. 32 CartPoles with 2 workers make 1.2 times the steps/s, 32 HalfCheetahs 1.0 times.
+# How long, in seconds, a worker with a core of its own waits awake: to wake it takes as long as
+# many cheap steps. 32 CartPoles with 2 workers make 1.2 times the steps/s, 32 HalfCheetahs 1.0.
 AWAKE = 0.001
 
 EnvFns = Sequence[Callable[[], gym.Env]]
